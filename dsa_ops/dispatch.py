@@ -1,0 +1,208 @@
+"""Which implementation runs a call: the one place that decides.
+
+For every op there is a table of fused kernels. A call walks its op's kernels in order; each says yes, or no with a reason
+in words. The first yes runs, otherwise the unfused implementation. Decisions read shapes, dtypes, strides, addresses,
+device and capability only: no host sync, nothing data-dependent.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BACKENDS = ("auto", "tilelang", "unfused")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One row of the table: a kernel file in csrc_tilelang that can serve an op.
+
+    The module offers `refuse(*args) -> str | None` (the reason in words, None for yes), `launch(*args)` and
+    `compile_for(**widths)` for `warmup`. It is imported only when everything before it has said yes.
+    """
+
+    name: str
+    module: str
+
+
+# op name -> kernels in the order in which they are asked
+KERNELS: dict[str, tuple[Kernel, ...]] = {}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `dispatch` would do with a call: the backend, the kernel (None when unfused), and why each other said no."""
+
+    op: str
+    backend: str
+    kernel: str | None
+    refusals: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"dsa::{self.op} runs {self.kernel or 'unfused'}"]
+        lines += [f"  not {name}: {reason}" for name, reason in self.refusals.items()]
+        return "\n".join(lines)
+
+
+_forced: str | None = None
+_warned: set[tuple[str, str]] = set()
+
+
+def requested_backend() -> str:
+    """The backend in force: the innermost `backend(...)`, else DSA_OPS_BACKEND, else "auto"."""
+    if _forced is not None:
+        return _forced
+    name = os.environ.get("DSA_OPS_BACKEND") or "auto"
+    if name not in BACKENDS:
+        raise ValueError(f"DSA_OPS_BACKEND must be one of {', '.join(BACKENDS)}, got {name!r}")
+    return name
+
+
+@contextlib.contextmanager
+def _force(name: str) -> Iterator[None]:
+    global _forced
+    previous, _forced = _forced, name
+    try:
+        yield
+    finally:
+        _forced = previous
+
+
+def backend(name: str) -> contextlib.AbstractContextManager[None]:
+    """Force a backend inside a `with` block: "auto", "tilelang" or "unfused".
+
+    Process-wide, and read when an op runs: forward and backward each for itself. A forced backend that cannot serve a call
+    raises RuntimeError with the reason. Inside a compiled function it raises RuntimeError, since the graph would not
+    keep it: put the `with` around the call of the compiled function.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError("dsa_ops.backend cannot be used inside a compiled function; put it around the call")
+    if name not in BACKENDS:
+        raise ValueError(f"backend: name must be one of {', '.join(BACKENDS)}, got {name!r}")
+    return _force(name)
+
+
+@functools.cache
+def _tilelang_missing() -> str | None:
+    return None if importlib.util.find_spec("tilelang") else "tilelang is not installed (pip install dsa-ops[tilelang])"
+
+
+@functools.cache
+def _kernel_module(kernel: Kernel) -> Any:
+    """The kernel's module, or the reason why it cannot be imported."""
+    try:
+        return importlib.import_module(kernel.module)
+    except Exception as error:  # a broken tilelang fails in many ways, each of them is a reason, not a crash
+        return f"{kernel.module} cannot be imported: {type(error).__name__}: {error}"
+
+
+def _backend_refusal(op: str, device: torch.device) -> str | None:
+    """Why no TileLang kernel at all can serve a call on this device."""
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}, fused kernels run on CUDA"
+    if missing := _tilelang_missing():
+        return missing
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, fused kernels are built for 9.0"
+    if not KERNELS.get(op):
+        return f"this version has no fused kernel for {op}"
+    return None
+
+
+def choose(op: str, args: tuple) -> tuple[str | None, Callable | None, dict[str, str]]:
+    """(name, launcher) of the kernel that serves the call, (None, None) for unfused, and every refusal with its reason."""
+    device = next(a.device for a in args if isinstance(a, Tensor))
+    if reason := _backend_refusal(op, device):
+        return None, None, {"tilelang": reason}
+    refusals = {}
+    for kernel in KERNELS[op]:
+        module = _kernel_module(kernel)
+        reason = module if isinstance(module, str) else module.refuse(*args)
+        if reason is None:
+            return kernel.name, module.launch, refusals
+        refusals[kernel.name] = reason
+    return None, None, refusals
+
+
+def run(op: str, unfused: Callable, args: tuple) -> Any:
+    """Run one op's call on the backend that serves it."""
+    requested = requested_backend()
+    if requested == "unfused":
+        return unfused(*args)
+    name, launch, refusals = choose(op, args)
+    if launch is not None:
+        return launch(*args)
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+    if requested != "auto":
+        raise RuntimeError(f"dsa::{op}: backend {requested!r} was asked for and cannot serve this call: {reasons}")
+    if any(a.device.type == "cuda" for a in args if isinstance(a, Tensor)):
+        _warn_once(op, reasons)
+    return unfused(*args)
+
+
+def _warn_once(op: str, reasons: str) -> None:
+    if (op, reasons) not in _warned:
+        _warned.add((op, reasons))
+        warnings.warn(f"dsa::{op} runs unfused on CUDA: {reasons}", stacklevel=3)
+
+
+def explain_op(op: str, args: tuple) -> Explanation:
+    """`Explanation` for a call of torch.ops.dsa.<op> with these arguments."""
+    requested = requested_backend()
+    if requested == "unfused":
+        return Explanation(op, "unfused", None, {"tilelang": "the unfused backend is forced"})
+    name, _, refusals = choose(op, args)
+    return Explanation(op, "unfused" if name is None else "tilelang", name, refusals)
+
+
+def warmup(
+    *,
+    heads: int,
+    index_heads: int,
+    head_dim: int = 576,
+    v_dim: int = 512,
+    index_dim: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+) -> dict[str, str]:
+    """Compile the fused kernels that a model needs before its first step.
+
+    Args:
+        heads: attention heads on this rank (H).
+        index_heads: indexer heads (Hi).
+        head_dim, v_dim: widths of the absorbed query/key and of the value (D, Dv).
+        index_dim: indexer head width (Di).
+        dtype: dtype of the queries and keys.
+        device: CUDA device to compile for; default the current one, "cpu" where there is none.
+
+    Returns:
+        For each op "compiled", or the reason why it has no kernel here and will run unfused.
+    """
+    for name, value in dict(
+        heads=heads, index_heads=index_heads, head_dim=head_dim, v_dim=v_dim, index_dim=index_dim
+    ).items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"warmup: {name} must be an integer of at least 1, got {value!r}")
+    if v_dim > head_dim:
+        raise ValueError(f"warmup: v_dim must be at most head_dim = {head_dim}, got {v_dim}")
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    widths = dict(heads=heads, index_heads=index_heads, head_dim=head_dim, v_dim=v_dim, index_dim=index_dim)
+    report = {}
+    for op in KERNELS:
+        reason = _backend_refusal(op, device)
+        for kernel in () if reason else KERNELS[op]:
+            module = _kernel_module(kernel)
+            reason = module if isinstance(module, str) else module.compile_for(**widths, dtype=dtype, device=device)
+            if reason is None:
+                break
+        report[op] = reason or "compiled"
+    return report

@@ -1,0 +1,114 @@
+"""What every op file repeats: custom op, fake, autocast rule, vmap rule, FLOP formula, and the errors of higher-order AD.
+
+An op is a schema, a check function, an unfused implementation and a function for the shapes of its results. The body that
+PyTorch calls is the same on every device: check, validate ids, then `dispatch.run`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from dsa_ops import dispatch
+
+LIBRARY = torch.library.Library("dsa", "FRAGMENT")  # registrations die with this object
+
+
+def register_op(
+    name: str,
+    schema: str,
+    *,
+    check: Callable[..., None],
+    outputs: Callable[..., Any],
+    unfused: Callable[..., Any],
+    flops: Callable[..., int],
+    validate: Callable[..., None] | None = None,
+    autocast: Sequence[int] = (),
+) -> torch.library.CustomOpDef:
+    """Register dsa::<name>.
+
+    Args:
+        schema: one line, SymInt for every size.
+        check: raises on ranks, sizes, dtypes, devices; called by body and fake.
+        outputs: contiguous empty results for given arguments; the fake.
+        unfused: the implementation that serves every device and dtype.
+        flops: arguments with shapes in place of tensors -> floating point operations.
+        validate: raises on values, called by the body only.
+        autocast: positions of the arguments that autocast casts to its dtype.
+    """
+    dispatch.KERNELS.setdefault(name, ())
+
+    def body(*args):
+        args += defaults[len(args) :]  # the dispatcher drops trailing arguments equal to their default
+        check(*args)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(name, args)
+        if validate is not None:
+            validate(*args)
+        device = next(a for a in args if isinstance(a, Tensor)).device.type
+        if not torch.is_autocast_enabled(device):
+            return dispatch.run(name, unfused, args)
+        with torch.autocast(device, enabled=False):  # on in an eager body, off when a compiled graph runs it
+            return dispatch.run(name, unfused, args)
+
+    def fake(*args):
+        args += defaults[len(args) :]
+        check(*args)
+        return outputs(*args)
+
+    op = torch.library.custom_op(f"dsa::{name}", body, mutates_args=(), schema=schema)
+    overload = getattr(torch.ops.dsa, name).default
+    arguments = overload._schema.arguments
+    defaults = tuple(a.default_value if a.has_default_value() else None for a in arguments)
+
+    op.register_fake(fake)
+    op.register_vmap(functools.partial(_vmap, overload))
+    register_flop_formula(getattr(torch.ops.dsa, name))(
+        lambda *args, out_shape=None, **kwargs: flops(*args, *defaults[len(args) :])
+    )
+    if autocast:
+        for device in ("cpu", "cuda"):
+            LIBRARY.impl(
+                name, functools.partial(_autocast, overload, device, tuple(autocast)), "Autocast" + device.upper()
+            )
+    return op
+
+
+def no_second_derivative(op: torch.library.CustomOpDef) -> None:
+    """Differentiating a backward op raises and names it, where the default would drop the gradient."""
+
+    def refuse(ctx, *grads):
+        raise RuntimeError(f"{op._qualname.replace('_backward', '')} has no second derivative")
+
+    op.register_autograd(refuse)
+
+
+def _refuse_tangents(name: str, args: tuple) -> None:
+    # the default registration would return a zero tangent without a word
+    for a in args:
+        if isinstance(a, Tensor) and a.is_floating_point() and forward_ad.unpack_dual(a).tangent is not None:
+            raise RuntimeError(f"dsa::{name} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad)")
+
+
+def _autocast(overload, device: str, cast: tuple[int, ...], *args):
+    dtype = torch.get_autocast_dtype(device)
+    args = tuple(a.to(dtype) if i in cast and a.dtype != torch.float64 else a for i, a in enumerate(args))
+    with torch.autocast(device, enabled=False):
+        return overload(*args)
+
+
+def _vmap(overload, info, in_dims, *args):
+    """One call per sample: rows of different samples select from different keys, there is nothing to batch."""
+    if info.batch_size == 0:
+        raise ValueError(f"{overload.name()}: vmap over a dimension of size 0 is not supported")
+    samples = [
+        overload(*(a if dim is None else a.select(dim, i) for a, dim in zip(args, in_dims, strict=False)))
+        for i in range(info.batch_size)
+    ]
+    if isinstance(samples[0], Tensor):
+        return torch.stack(samples), 0
+    return tuple(torch.stack(s) for s in zip(*samples, strict=True)), (0,) * len(samples[0])

@@ -1,0 +1,109 @@
+"""A fixed grid of tiles over (query rows, keys) for the ops that look at every visible key.
+
+Products run on tiles of one shape, padded at the edges, so that a score has the same bits whatever the memory budget and
+whatever rows it is computed with. Tiles that no row may see are skipped on CPU; on CUDA reading the bounds would sync.
+
+R rows of a tile, N keys of a tile, I indexer heads, E indexer width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsa_ops.checks import accumulation_dtype
+from dsa_ops.unfused._common import operand_dtype
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Tile sizes for a number of heads: a tile's products are about [512, 512] on CPU, [4096, 4096] on CUDA."""
+
+    rows: int
+    keys: int
+
+    @staticmethod
+    def for_heads(heads: int, device: torch.device) -> "Grid":
+        if device.type == "cpu":
+            return Grid(rows=max(8, min(128, 512 // heads)), keys=256)
+        return Grid(rows=max(16, min(256, 4096 // heads)), keys=4096)
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """Rows [start, stop) of the pack with their clamped bounds, padded to R with rows that see nothing."""
+
+    start: int
+    stop: int
+    starts: Tensor  # [R, 1]
+    ends: Tensor  # [R, 1]
+    key_tiles: range  # first keys of the tiles that some row sees
+
+    def visible(self, first_key: int, num: int) -> Tensor:
+        """[R, num]: which of the keys from first_key on each row may see."""
+        keys = torch.arange(first_key, first_key + num, device=self.starts.device)
+        return (keys >= self.starts) & (keys < self.ends)
+
+    def rows_of(self, x: Tensor) -> Tensor:
+        """This tile's rows of x [T, ...], zeros in the padding."""
+        return pad_rows(x[self.start : self.stop], self.starts.shape[0])
+
+
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    if x.shape[0] == rows:
+        return x
+    padded = x.new_zeros(rows, *x.shape[1:])
+    padded[: x.shape[0]] = x
+    return padded
+
+
+def row_tiles(starts: Tensor, ends: Tensor, num_keys: int, grid: Grid):
+    """The row tiles in order; a tile whose rows see nothing has no key tiles."""
+    rows = starts.shape[0]
+    tiles = -(-rows // grid.rows)
+    starts = pad_rows(starts.clamp(0, num_keys), tiles * grid.rows).view(tiles, grid.rows, 1)
+    ends = pad_rows(ends.clamp(0, num_keys), tiles * grid.rows).view(tiles, grid.rows, 1)
+    if starts.device.type == "cpu":
+        empty = ends <= starts
+        first = starts.masked_fill(empty, num_keys).amin((1, 2)) if tiles else starts.view(0)
+        last = ends.masked_fill(empty, 0).amax((1, 2)) if tiles else ends.view(0)
+        spans = list(zip(first.tolist(), last.tolist(), strict=True))
+    else:
+        spans = [(0, num_keys)] * tiles
+    for i, (lo, hi) in enumerate(spans):
+        key_tiles = range(lo // grid.keys * grid.keys, hi, grid.keys)
+        yield RowTile(i * grid.rows, min(rows, (i + 1) * grid.rows), starts[i], ends[i], key_tiles)
+
+
+def key_tile(k: Tensor, first_key: int, grid: Grid) -> Tensor:
+    """Keys [N, ...] from first_key on, zeros past the last."""
+    return pad_rows(k[first_key : first_key + grid.keys], grid.keys)
+
+
+def mm_wide(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b for operands of one dtype, accumulated and returned in float32 (float64 for float64)."""
+    if a.dtype in (torch.float32, torch.float64):
+        return torch.mm(a, b)
+    return torch.mm(a, b, out_dtype=torch.float32)  # CUDA: operand_dtype leaves half precision nowhere else
+
+
+class IndexRows:
+    """The index queries of one row tile, ready to score key tiles."""
+
+    def __init__(self, q: Tensor, weights: Tensor, tile: RowTile, relu: bool):
+        self.operand = operand_dtype(q.dtype, q.device)
+        self.q_RIE = tile.rows_of(q).to(self.operand)
+        self.weights_RI = tile.rows_of(weights).to(accumulation_dtype(q.dtype))
+        self.relu = relu
+
+    def dots(self, keys_NE: Tensor) -> Tensor:
+        """[R, I, N]: every product of an index query head with a key."""
+        rows, heads, width = self.q_RIE.shape
+        dots = mm_wide(self.q_RIE.reshape(rows * heads, width), keys_NE.to(self.operand).t())
+        return dots.view(rows, heads, keys_NE.shape[0])
+
+    def scores(self, dots_RIN: Tensor, inplace: bool = True) -> Tensor:
+        """[R, N]: the heads' activations, weighted and summed."""
+        if self.relu:
+            dots_RIN = dots_RIN.relu_() if inplace else dots_RIN.relu()
+        return torch.bmm(self.weights_RI[:, None], dots_RIN)[:, 0]
