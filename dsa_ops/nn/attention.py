@@ -119,7 +119,7 @@ class DSAttention(nn.Module):
             position_embeddings: (cos, sin) as from `rotary_table`, [T, R / 2], [L, R / 2] or [B, L, R / 2] for
                 R = qk_rope_head_dim; R columns are taken too if the second half repeats the first. Default: the row
                 number in the sequence, without bounds, or the distance from the row's first visible key, with bounds.
-            starts, ends [T] or [B, L]: int32 bounds of the keys that a row may see, in row numbers of x (of its own
+            starts, ends [T] or [B, L]: int32 or int64 bounds of the keys that a row may see, in rows of x (of its own
                 sequence when batched); default causal. See `dsa_ops.layouts`.
             indices [T, K] or [B, L, K]: int32 or int64 keys to read, from another layer or elsewhere, in modes sparse
                 and frozen. The indexer does not run and there is no loss. They are read as they are: bounds are not
@@ -270,18 +270,19 @@ class DSAttention(nn.Module):
             raise ValueError(
                 f"DSAttention: starts and ends must be given together, got {'starts' if ends is None else 'ends'} alone"
             )
-        for name, value, dtype in (
-            ("starts", starts, torch.int32),
-            ("ends", ends, torch.int32),
-            ("row_mask", row_mask, torch.bool),
+        ids = (torch.int32, torch.int64)
+        for name, value, dtypes in (
+            ("starts", starts, ids),
+            ("ends", ends, ids),
+            ("row_mask", row_mask, (torch.bool,)),
         ):
             if value is None:
                 continue
             _check_tensor(name, value)
             if list(value.shape) != rows:
                 raise ValueError(f"DSAttention: {name} must be of shape {rows} like x, got {list(value.shape)}")
-            if value.dtype != dtype:
-                raise TypeError(f"DSAttention: {name} must be {dtype}, got {value.dtype}")
+            if value.dtype not in dtypes:
+                raise TypeError(f"DSAttention: {name} must be {' or '.join(map(str, dtypes))}, got {value.dtype}")
         sparse = self._mode in ("sparse", "frozen")
         if indices is None:
             if sparse and self.indexer is None:
@@ -294,7 +295,7 @@ class DSAttention(nn.Module):
         _check_tensor("indices", indices)
         if indices.dim() != x.dim() or list(indices.shape[:-1]) != rows or indices.shape[-1] < 1:
             raise ValueError(f"DSAttention: indices must be of shape {rows} + [K], got {list(indices.shape)}")
-        if indices.dtype not in (torch.int32, torch.int64):
+        if indices.dtype not in ids:
             raise TypeError(f"DSAttention: indices must be int32 or int64, got {indices.dtype}")
 
 

@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-# bytes of one tile of logits or mask
-_TILE_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+# Bytes of one tile. On a CPU small tiles stay in the cache, and read fewer keys that only some of their rows see.
+_MASK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
+_LOGIT_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+_MASKS_KEPT = 32
 
 
 def dense_attention(
@@ -61,13 +63,14 @@ def dense_attention(
     mask_bytes = 4 * q.shape[0] * (keys + 1)
     if q.dtype == torch.float64 and q.device.type == "cuda":
         mask_bytes *= 2 * q.shape[2]  # no fused kernel: the logits are materialised
-    recompute = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    tiles = _tiles(q.shape[1], mask_bytes, _MASK_BYTES, q.device)
+    # without it the masks of all tiles are kept for the backward: all rows times all keys
+    recompute = torch.is_grad_enabled() and len(tiles) > _MASKS_KEPT and any(t.requires_grad for t in (q, k, v))
     outs = []
-    for rows in _tiles(q.shape[1], mask_bytes, q.device):
+    for rows in tiles:
         first, last = _key_range(starts[:, rows], ends[:, rows], keys)
         inputs = (q[:, rows], k, v, starts[:, rows], ends[:, rows], first, last, softmax_scale, sinks is not None)
         if recompute:
-            # without it every tile's mask is kept for the backward: all rows times all keys
             outs.append(checkpoint(_tile, *inputs, use_reentrant=False, preserve_rng_state=False))
         else:
             outs.append(_tile(*inputs))
@@ -84,10 +87,10 @@ def visible_lse(
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         wide = torch.promote_types(q.dtype, torch.float32)
         keys = k.shape[1]
-        columns = k.permute(0, 2, 3, 1).to(wide)
+        k = k.transpose(1, 2).to(wide).contiguous()
         row_bytes = 3 * wide.itemsize * q.shape[0] * q.shape[2] * keys
         tiles = []
-        for rows in _tiles(q.shape[1], row_bytes, q.device):
+        for rows in _tiles(q.shape[1], row_bytes, _LOGIT_BYTES, q.device):
             if starts is None:
                 first, last = 0, rows.stop
                 ids = torch.arange(rows.start, rows.stop, device=q.device)
@@ -95,7 +98,7 @@ def visible_lse(
             else:
                 low, high = starts[:, rows], ends[:, rows]
                 first, last = _key_range(low, high, keys)
-            logits = (q[:, rows].transpose(1, 2).to(wide) * softmax_scale) @ columns[..., first:last]
+            logits = (q[:, rows].transpose(1, 2).to(wide) * softmax_scale) @ k[:, :, first:last].mT
             hidden = ~_visible(low, high, first, last)[:, None]
             tiles.append(logits.masked_fill_(hidden, float("-inf")).logsumexp(-1).transpose(1, 2))
         return torch.cat(tiles, 1).contiguous()
@@ -138,15 +141,15 @@ def _visible(starts: Tensor, ends: Tensor, first: int, last: int) -> Tensor:
     return (ids >= starts[..., None]) & (ids < ends[..., None])
 
 
-def _tiles(rows: int, row_bytes: int, device: torch.device) -> list[slice]:
+def _tiles(rows: int, row_bytes: int, budgets: dict[str, int], device: torch.device) -> list[slice]:
     """Slices that cover the rows, each within the budget.
 
     The number of tiles is what a compiled caller is specialised on, not the number of rows.
     """
-    budget = _TILE_BYTES.get(device.type, _TILE_BYTES["cuda"])
+    budget = budgets.get(device.type, budgets["cuda"])
     count = rows * row_bytes // budget + 1
     size = (rows + count - 1) // count
-    return [slice(i * size, min((i + 1) * size, rows)) for i in range(count)]
+    return [slice(i * size, min((i + 1) * size, rows)) for i in range(count) if i * size < rows]
 
 
 def _key_range(starts: Tensor, ends: Tensor, keys: int) -> tuple[int, int]:
