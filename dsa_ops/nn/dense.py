@@ -132,7 +132,7 @@ def _tile(
     if first != 0 or last != keys:
         k, v = (torch.cat((t[:, first:last], t[:, keys:]), 1) for t in (k, v))
     visible = _visible(starts, ends, first, last)
-    null = torch.ones_like(visible[..., :1]) if sunk else ~visible.any(-1, keepdim=True)
+    null = visible.new_ones(*visible.shape[:-1], 1) if sunk else ~visible.any(-1, keepdim=True)
     return _sdpa(q, k, v, scale, torch.cat((visible, null), -1)[:, None])
 
 

@@ -13,6 +13,8 @@ def rotary_table(positions: Tensor, rope_dim: int, theta: float = 10000.0) -> tu
     """
     if rope_dim < 2 or rope_dim % 2:
         raise ValueError(f"rotary_table: rope_dim must be even and at least 2, got {rope_dim}")
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"rotary_table: positions must be a tensor, got {type(positions).__name__}")
     if positions.is_complex() or positions.dtype == torch.bool:
         raise TypeError(f"rotary_table: positions must be integers or real numbers, got {positions.dtype}")
     exponent = torch.arange(0, rope_dim, 2, dtype=torch.float32, device=positions.device) / rope_dim
