@@ -1,0 +1,77 @@
+"""What README and docs say is run: every Python block as it stands, every link, the table of ops."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dsa_ops  # registers the ops
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def python_blocks():
+    for page in PAGES:
+        for match in re.finditer(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+            line = page.read_text()[: match.start()].count("\n") + 1
+            yield pytest.param(match[1], id=f"{page.relative_to(ROOT)}:{line}")
+
+
+def registered_ops():
+    """Ops in namespace dsa that are not a backward."""
+    names = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name[:5] == "dsa::"}
+    return {name for name in names if not name.endswith("_backward")}
+
+
+def table_ops(page, heading):
+    section = page.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+
+
+@pytest.mark.parametrize("source", list(python_blocks()))
+def test_python_block_runs_as_it_stands(source, tmp_path):
+    done = subprocess.run([sys.executable, "-W", "error", "-c", source], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip(), "an example shows something"
+
+
+def test_first_example_is_short():
+    code = next(python_blocks()).values[0]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 15
+
+
+@pytest.mark.parametrize(("page", "heading"), [("README.md", "The ops"), ("docs/contract.md", "The ops")])
+def test_table_lists_the_registered_ops(page, heading):
+    listed = table_ops(ROOT / page, heading)
+    assert sorted(listed) == sorted(registered_ops())
+    assert all(callable(getattr(dsa_ops, name)) for name in listed)
+
+
+def test_contract_has_the_registered_schemas():
+    written = re.findall(r"^    (dsa::\w+\(.*)$", (ROOT / "docs/contract.md").read_text(), re.MULTILINE)
+    assert sorted(written) == sorted(str(getattr(torch.ops.dsa, name).default._schema) for name in registered_ops())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("https:", "http:", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        other = (page.parent / path).resolve() if path else page
+        assert other.exists(), f"{target} does not exist"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", other.read_text(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings]
+            assert anchor in anchors, f"{target}: no such heading"
+
+
+def test_every_page_is_reachable_from_the_index():
+    index = (ROOT / "docs/index.md").read_text()
+    for page in PAGES[1:]:
+        name = str(page.relative_to(ROOT / "docs"))
+        assert name == "index.md" or f"({name})" in index, f"docs/index.md does not link {name}"
