@@ -1,6 +1,10 @@
-"""Shared by the unfused implementations: the memory budget, products with wide accumulation, and the gather of slots.
+"""Shared by the unfused implementations: memory budget, wide products, and tiles of query rows with their gathered slots.
 
-T query rows, S keys, H heads, D width, K slots, C rows of one chunk.
+Results that the contract calls reproducible have the same bits whatever the memory budget and whatever rows a row is
+computed with. BLAS picks its code by shape and alignment, so every product runs on tiles of one shape, padded at the edges,
+and of widths that are a multiple of LANES.
+
+T query rows, S keys, K slots, C rows of one tile.
 """
 
 import math
@@ -8,14 +12,18 @@ import os
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 MIB = 1 << 20
-CACHE_BYTES = 8 * MIB  # on CPU a chunk that stays in cache is faster than one that fills the budget
+LANES = 16
 
 
 def workspace_bytes(device: torch.device) -> int:
-    """Extra memory one call may use: DSA_OPS_WORKSPACE_MB (MiB), default 256 on CPU and 1024 elsewhere."""
+    """Extra memory one call may use: DSA_OPS_WORKSPACE_MB (MiB), default 256 on CPU and 1024 elsewhere.
+
+    The least is one tile: about 4 MiB on CPU and 64 MiB elsewhere, or one query row where that is more.
+    """
     text = os.environ.get("DSA_OPS_WORKSPACE_MB")
     if not text:
         return (256 if device.type == "cpu" else 1024) * MIB
@@ -29,22 +37,30 @@ def workspace_bytes(device: torch.device) -> int:
 
 
 def row_chunks(rows: int, bytes_per_row: int, device: torch.device) -> Iterator[slice]:
-    """Slices of rows whose temporaries fit the budget, at least one row each."""
-    budget = workspace_bytes(device)
-    if device.type == "cpu":
-        budget = min(budget, CACHE_BYTES)
-    step = max(1, budget // max(1, bytes_per_row))
+    """Slices of rows whose temporaries fit the budget, for work without products; at least one row each."""
+    step = max(1, workspace_bytes(device) // bytes_per_row)
     for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+        yield slice(start, start + step)
 
 
-def bmm_wide(a: Tensor, b: Tensor) -> Tensor:
-    """Batched product of same-dtype operands, accumulated and returned in float32 (float64 for float64)."""
-    if a.dtype in (torch.float32, torch.float64):
-        return torch.bmm(a, b)
-    if a.device.type == "cuda":  # tensor cores, float32 out
-        return torch.bmm(a, b, out_dtype=torch.float32)
-    return torch.bmm(a.float(), b.float())
+def pad_rows(x: Tensor, rows: int, value: float = 0) -> Tensor:
+    """x [n, ...] -> [rows, ...], filled up at the end."""
+    if x.shape[0] == rows:
+        return x
+    padded = x.new_full((rows, *x.shape[1:]), value)
+    padded[: x.shape[0]] = x
+    return padded
+
+
+def pad_width(x: Tensor, value: float = 0) -> Tensor:
+    """Fill the last dimension up to a multiple of LANES."""
+    missing = whole_lanes(x.shape[-1]) - x.shape[-1]
+    return F.pad(x, (0, missing), value=value) if missing else x
+
+
+def whole_lanes(width: int) -> int:
+    """width rounded up to a multiple of LANES."""
+    return width + -width % LANES
 
 
 def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -54,37 +70,78 @@ def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-class Slots:
-    """Which key every slot of some rows stands for.
+def bmm_wide(a: Tensor, b: Tensor) -> Tensor:
+    """Batched product of operands of one dtype, accumulated and returned in float32 (float64 for float64)."""
+    a, b = _blas_strides(a), _blas_strides(b)
+    if a.dtype in (torch.float32, torch.float64):
+        return torch.bmm(a, b)
+    return torch.bmm(a, b, out_dtype=torch.float32)  # on CUDA alone: see operand_dtype
+
+
+def mm_wide(a: Tensor, b: Tensor) -> Tensor:
+    """The same for matrices."""
+    if a.dtype in (torch.float32, torch.float64):
+        return torch.mm(a, b)
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _blas_strides(x: Tensor) -> Tensor:
+    """x, or a copy where no inner dimension is dense: torch would then loop over the batch."""
+    return x if 1 in x.stride()[1:] else x.contiguous()
+
+
+def relu_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """grad where x > 0 or x is NaN, else 0, in one pass."""
+    return torch.ops.aten.threshold_backward(grad, x, 0)
+
+
+class SlotTile:
+    """Rows [start, stop) of the pack, padded to C, and which key each of their K slots stands for.
 
     Empty slots (id < 0, id >= S, at or past topk_length) must have no effect, not even a NaN in the key they would read.
-    So they read a key that their own row sees anyway (`read`), their logits are masked, and what they would scatter goes to
-    a spare row S (`write`). Rows without any valid slot read row 0 and their results are replaced.
+    So they read a key that their own row sees anyway, their logits are masked, and what they would scatter goes to a spare
+    row S. Rows without any valid slot read row 0 and their results are replaced.
     """
 
-    def __init__(self, indices: Tensor, num_keys: int, topk_length: Tensor | None):
-        valid = (indices >= 0) & (indices < num_keys)
+    def __init__(self, start: int, stop: int, rows: int, indices: Tensor, num_keys: int, topk_length: Tensor | None):
+        self.start, self.stop, self.size = start, stop, rows
+        ids = pad_rows(indices[start:stop], rows, -1)
+        valid = (ids >= 0) & (ids < num_keys)
         if topk_length is not None:
-            slots = torch.arange(indices.shape[1], device=indices.device)
-            valid &= slots < topk_length[:, None]
-        seen = torch.where(valid, indices, -1).amax(-1, keepdim=True)
+            valid &= torch.arange(ids.shape[1], device=ids.device) < self.rows_of(topk_length)[:, None]
+        seen = torch.where(valid, ids, -1).amax(-1, keepdim=True)
         self.valid = valid  # [C, K]
+        self.empty_slots = ~valid
         self.empty_rows = seen[:, 0] < 0  # [C]
-        self._indices = indices
-        self._seen = seen.clamp_(min=0)
+        self._read = torch.where(valid, ids, seen.clamp(min=0)).flatten()
+        self._ids = ids
         self._num_keys = num_keys
 
+    def rows_of(self, x: Tensor) -> Tensor:
+        """This tile's rows of x [T, ...], zeros in the padding."""
+        return pad_rows(x[self.start : self.stop], self.size)
+
+    def store(self, into: Tensor, values: Tensor) -> None:
+        """Write this tile's rows, without the padding, into a result [T, ...]."""
+        into[self.start : self.stop] = values[: self.stop - self.start]
+
     def gather(self, keys: Tensor) -> Tensor:
-        """[C, K, D]: the key of every slot."""
-        read = torch.where(self.valid, self._indices, self._seen)
-        return keys.index_select(0, read.flatten()).view(*read.shape, keys.shape[1])
+        """[C, K, D]: the key of every slot, in the dtype that products are fed with."""
+        rows = keys.index_select(0, self._read).view(*self._ids.shape, keys.shape[1])
+        return rows.to(operand_dtype(rows.dtype, rows.device))
 
     def scatter_add(self, into: Tensor, values: Tensor) -> None:
-        """into[id] += values for every valid slot; `into` has a spare row at S."""
-        write = torch.where(self.valid, self._indices, self._num_keys)
-        add_rows(into, write.flatten(), values.flatten(0, 1))
+        """into[id] += values for every valid slot, in slot order on CPU; `into` has a spare row at S."""
+        write = torch.where(self.valid, self._ids, self._num_keys)
+        into.index_add_(0, write.flatten(), values.flatten(0, 1))
 
 
-def add_rows(into: Tensor, rows: Tensor, values: Tensor) -> None:
-    """into[rows[i]] += values[i]; on CPU in the order of i, on CUDA reproducible only in deterministic mode."""
-    into.index_add_(0, rows, values)
+def slot_tiles(indices: Tensor, num_keys: int, topk_length: Tensor | None, bytes_per_slot: int) -> Iterator[SlotTile]:
+    """Tiles of rows; their number of rows follows from the shapes alone. Slots are padded to a multiple of LANES."""
+    rows = indices.shape[0]
+    indices = pad_width(indices, -1)
+    on_cpu = indices.device.type == "cpu"  # there a tile that stays in cache is fastest
+    target, most = (4 * MIB, 64) if on_cpu else (64 * MIB, 1024)
+    size = max(1, min(most, target // (bytes_per_slot * indices.shape[1])))
+    for start in range(0, rows, size):
+        yield SlotTile(start, min(rows, start + size), size, indices, num_keys, topk_length)

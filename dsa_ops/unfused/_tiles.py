@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dsa_ops.checks import accumulation_dtype
-from dsa_ops.unfused._common import operand_dtype
+from dsa_ops.unfused._common import mm_wide, operand_dtype, pad_rows, pad_width
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,6 @@ class RowTile:
         return pad_rows(x[self.start : self.stop], self.starts.shape[0])
 
 
-def pad_rows(x: Tensor, rows: int) -> Tensor:
-    if x.shape[0] == rows:
-        return x
-    padded = x.new_zeros(rows, *x.shape[1:])
-    padded[: x.shape[0]] = x
-    return padded
-
-
 def row_tiles(starts: Tensor, ends: Tensor, num_keys: int, grid: Grid):
     """The row tiles in order; a tile whose rows see nothing has no key tiles."""
     rows = starts.shape[0]
@@ -76,15 +68,8 @@ def row_tiles(starts: Tensor, ends: Tensor, num_keys: int, grid: Grid):
 
 
 def key_tile(k: Tensor, first_key: int, grid: Grid) -> Tensor:
-    """Keys [N, ...] from first_key on, zeros past the last."""
-    return pad_rows(k[first_key : first_key + grid.keys], grid.keys)
-
-
-def mm_wide(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for operands of one dtype, accumulated and returned in float32 (float64 for float64)."""
-    if a.dtype in (torch.float32, torch.float64):
-        return torch.mm(a, b)
-    return torch.mm(a, b, out_dtype=torch.float32)  # CUDA: operand_dtype leaves half precision nowhere else
+    """Keys [N, ...] from first_key on, zeros past the last and past their width."""
+    return pad_width(pad_rows(k[first_key : first_key + grid.keys], grid.keys))
 
 
 class IndexRows:
@@ -92,7 +77,7 @@ class IndexRows:
 
     def __init__(self, q: Tensor, weights: Tensor, tile: RowTile, relu: bool):
         self.operand = operand_dtype(q.dtype, q.device)
-        self.q_RIE = tile.rows_of(q).to(self.operand)
+        self.q_RIE = pad_width(tile.rows_of(q)).to(self.operand)
         self.weights_RI = tile.rows_of(weights).to(accumulation_dtype(q.dtype))
         self.relu = relu
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from dsa_ops.checks import accumulation_dtype
-from dsa_ops.unfused._common import bmm_wide, operand_dtype, workspace_bytes
-from dsa_ops.unfused._tiles import Grid, IndexRows, RowTile, key_tile, mm_wide, pad_rows, row_tiles
+from dsa_ops.unfused._common import bmm_wide, mm_wide, operand_dtype, pad_width, relu_gradient, workspace_bytes
+from dsa_ops.unfused._tiles import Grid, IndexRows, RowTile, key_tile, row_tiles
 
 
 class _AttentionRows:
@@ -16,7 +16,7 @@ class _AttentionRows:
 
     def __init__(self, q: Tensor, lse: Tensor, tile: RowTile, softmax_scale: float, total_heads: int):
         self.operand = operand_dtype(q.dtype, q.device)
-        self.q_RHD = tile.rows_of(q).to(self.operand)
+        self.q_RHD = pad_width(tile.rows_of(q)).to(self.operand)
         lse = tile.rows_of(lse)
         self.minus_lse_RH = lse.neg().masked_fill_(lse == -torch.inf, 0)  # rows without a key are masked below
         self.softmax_scale = softmax_scale
@@ -134,7 +134,7 @@ def dense_indexer_kl_backward_unfused(
         q_RIE, weights_RI1 = index_rows.q_RIE, index_rows.weights_RI[..., None]
         # a NaN or infinity in a key or query must reach only rows and keys that see it; their logits carry it there
         clean_rows = _finite(q_RIE, weights_RI1)
-        flat_q = (q_RIE if clean_rows else q_RIE.nan_to_num(0, 0, 0)).reshape(grid.rows * heads, width)
+        flat_q = (q_RIE if clean_rows else q_RIE.nan_to_num(0, 0, 0)).flatten(0, 1)
         grad_q_tile = flat_q.new_zeros(flat_q.shape, dtype=acc)
         grad_weights_tile = index_rows.weights_RI.new_zeros(grid.rows, heads, 1)
         for i, first_key in enumerate(tile.key_tiles):
@@ -154,7 +154,7 @@ def dense_indexer_kl_backward_unfused(
             if need_q or need_k:
                 grad_dots = weights_RI1 * grad_scores[:, None]
                 if relu:
-                    grad_dots.masked_fill_(dots_RIN <= 0, 0)  # gradient 0 at 0; a NaN stays
+                    grad_dots = relu_gradient(grad_dots, dots_RIN)
                 if not clean:
                     grad_dots.masked_fill_(hidden[:, None], 0)
                 grad_dots = grad_dots.view(grid.rows * heads, grid.keys).to(index_rows.operand)
@@ -162,9 +162,9 @@ def dense_indexer_kl_backward_unfused(
                     grad_q_tile += mm_wide(grad_dots, keys)
                 if need_k:
                     last_key = min(num_keys, first_key + grid.keys)
-                    grad_k[first_key:last_key] += mm_wide(grad_dots.t(), flat_q)[: last_key - first_key]
+                    grad_k[first_key:last_key] += mm_wide(grad_dots.t(), flat_q)[: last_key - first_key, :width]
         if need_q:
-            grad_q[rows] = grad_q_tile.view(grid.rows, heads, width)[: tile.stop - tile.start]
+            grad_q[rows] = grad_q_tile.view(grid.rows, heads, -1)[: tile.stop - tile.start, :, :width]
         if need_weights:
             grad_weights[rows] = grad_weights_tile[: tile.stop - tile.start, :, 0]
     return grad_q, grad_k.to(index_k.dtype), grad_weights

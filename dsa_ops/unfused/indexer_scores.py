@@ -1,35 +1,37 @@
-"""Unfused dsa::indexer_scores and its backward: gather the keys of a chunk's slots, one small product per row.
+"""Unfused dsa::indexer_scores and its backward: gather the keys of a tile's slots, one small product per row.
 
-T query rows, S keys, I indexer heads, E indexer width, K slots, C rows of one chunk.
+T query rows, S keys, I indexer heads, E indexer width, K slots, C rows of one tile.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from dsa_ops.checks import accumulation_dtype
-from dsa_ops.unfused._common import Slots, bmm_wide, operand_dtype, row_chunks
+from dsa_ops.unfused._common import SlotTile, bmm_wide, pad_width, relu_gradient, slot_tiles
 
 
-def _chunks(q: Tensor, k: Tensor, indices: Tensor):
+def _tiles(q: Tensor, k: Tensor, indices: Tensor) -> Iterator[tuple[SlotTile, Tensor, Tensor, Tensor]]:
+    """Per tile: queries [C, I, E], gathered keys [C, K, E] and their products [C, I, K]."""
     _, heads, width = q.shape
-    per_row = indices.shape[1] * (2 * width * k.element_size() + 4 * width + 3 * heads * 4)
-    for rows in row_chunks(q.shape[0], per_row, q.device):
-        slots = Slots(indices[rows], k.shape[0], None)
-        keys_CKE = slots.gather(k)
-        keys_CKE = keys_CKE.to(operand_dtype(k.dtype, k.device))
-        q_CIE = q[rows].to(keys_CKE.dtype)
-        yield rows, slots, q_CIE, keys_CKE, bmm_wide(q_CIE, keys_CKE.transpose(1, 2))
+    k = pad_width(k)
+    for tile in slot_tiles(indices, k.shape[0], None, bytes_per_slot=4 * (width + heads)):
+        keys_CKE = tile.gather(k)
+        q_CIE = pad_width(tile.rows_of(q)).to(keys_CKE.dtype)
+        yield tile, q_CIE, keys_CKE, bmm_wide(q_CIE, keys_CKE.transpose(1, 2))
 
 
 def indexer_scores_unfused(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, relu: bool) -> Tensor:
     acc = accumulation_dtype(q.dtype)
+    slots = indices.shape[1]
     scores = q.new_empty(indices.shape, dtype=acc)
     if k.shape[0] == 0:
         return scores.fill_(-torch.inf)
-    for rows, slots, _, _, dots_CIK in _chunks(q, k, indices):
+    for tile, _, _, dots_CIK in _tiles(q, k, indices):
         act_CIK = dots_CIK.relu_() if relu else dots_CIK
-        scores_CK = torch.bmm(weights[rows, None].to(acc), act_CIK)[:, 0]
-        scores[rows] = scores_CK.masked_fill_(~slots.valid, -torch.inf)
+        scores_CK = torch.bmm(tile.rows_of(weights)[:, None].to(acc), act_CIK)[:, 0]
+        tile.store(scores, scores_CK.masked_fill_(tile.empty_slots, -torch.inf)[:, :slots])
     return scores
 
 
@@ -49,23 +51,23 @@ def indexer_scores_backward_unfused(
     grad_q = q.new_zeros(q.shape if need_q else 0)
     grad_k = q.new_zeros((num_keys + 1, width) if need_k else 0, dtype=acc)  # row S collects empty slots
     grad_weights = weights.new_zeros(weights.shape if need_weights else 0)
-    if num_keys > 0:
-        for rows, slots, q_CIE, keys_CKE, dots_CIK in _chunks(q, k, indices):
-            grad_CK = grad_scores[rows].to(acc).masked_fill(~slots.valid, 0)
-            empty = slots.empty_rows[:, None]
-            if need_weights:
-                act_CIK = dots_CIK.relu() if relu else dots_CIK
-                grad_weights[rows] = torch.bmm(act_CIK, grad_CK[..., None])[..., 0].masked_fill_(empty, 0)
-            if need_q or need_k:
-                grad_dots_CIK = weights[rows].to(acc)[..., None] * grad_CK[:, None]
-                if relu:
-                    grad_dots_CIK.masked_fill_(dots_CIK <= 0, 0)  # gradient 0 at 0; a NaN stays
-                grad_dots_CIK.masked_fill_(~slots.valid[:, None], 0)  # the weight may be NaN in an empty row
-                grad_dots_CIK = grad_dots_CIK.to(q_CIE.dtype)
-            if need_q:
-                grad_q[rows] = bmm_wide(grad_dots_CIK, keys_CKE).masked_fill_(empty[..., None], 0)
-            if need_k:
-                slots.scatter_add(grad_k, bmm_wide(grad_dots_CIK.transpose(1, 2), q_CIE))
-    if need_k:
-        grad_k = grad_k[:num_keys].to(k.dtype, copy=True)
-    return grad_q, grad_k if need_k else k.new_empty(0), grad_weights
+    for tile, q_CIE, keys_CKE, dots_CIK in _tiles(q, k, indices) if num_keys else ():
+        grad_CK = pad_width(tile.rows_of(grad_scores)).to(acc).masked_fill(tile.empty_slots, 0)
+        empty_rows = tile.empty_rows[:, None]
+        if need_weights:
+            act_CIK = dots_CIK.relu() if relu else dots_CIK
+            grad_weights_CI = torch.bmm(act_CIK, grad_CK[..., None])[..., 0]
+            tile.store(grad_weights, grad_weights_CI.masked_fill_(empty_rows, 0))
+        if need_q or need_k:
+            grad_dots_CIK = tile.rows_of(weights).to(acc)[..., None] * grad_CK[:, None]
+            if relu:
+                grad_dots_CIK = relu_gradient(grad_dots_CIK, dots_CIK)
+            # not a product with zero: query and weight of an empty row may hold anything
+            grad_dots_CIK = grad_dots_CIK.masked_fill_(tile.empty_slots[:, None], 0).to(keys_CKE.dtype)
+        if need_q:
+            grad_q_CIE = bmm_wide(grad_dots_CIK, keys_CKE)[..., :width]
+            tile.store(grad_q, grad_q_CIE.masked_fill(empty_rows[..., None], 0))
+        if need_k:
+            tile.scatter_add(grad_k, bmm_wide(grad_dots_CIK.transpose(1, 2), q_CIE)[..., :width])
+    grad_k = grad_k[:num_keys].to(k.dtype, copy=True) if need_k else k.new_empty(0)
+    return grad_q, grad_k, grad_weights

@@ -1,26 +1,28 @@
-"""Unfused dsa::sparse_mla: gather the selected rows of a chunk, one small product per row. Backward recomputes.
+"""Unfused dsa::sparse_mla: gather the selected rows of a tile, one small product per row. Backward recomputes.
 
-T query rows, S keys, H heads, D query/key width, V value width, K slots, C rows of one chunk.
+T query rows, S keys, H heads, D query/key width, V value width, K slots, C rows of one tile.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from dsa_ops.checks import accumulation_dtype
-from dsa_ops.unfused._common import Slots, bmm_wide, operand_dtype, row_chunks
+from dsa_ops.unfused._common import SlotTile, bmm_wide, pad_width, slot_tiles, whole_lanes
 
 
-def chunk_bytes(heads: int, width: int, slots: int, itemsize: int, copies: int) -> int:
-    """Temporaries of one query row: the gathered keys and `copies` tensors as large as the logits."""
-    return slots * (width * itemsize * 2 + heads * 4 * copies)
-
-
-def chunk_logits(q: Tensor, kv: Tensor, slots: Slots, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """Gathered keys [C, K, D] and scaled logits [C, H, K], -inf in empty slots."""
-    keys_CKD = slots.gather(kv)
-    keys_CKD = keys_CKD.to(operand_dtype(keys_CKD.dtype, keys_CKD.device))
-    logits_CHK = bmm_wide(q.to(keys_CKD.dtype), keys_CKD.transpose(1, 2))
-    return keys_CKD, logits_CHK.mul_(softmax_scale).masked_fill_(~slots.valid[:, None], -torch.inf)
+def attention_tiles(
+    q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None, softmax_scale: float
+) -> Iterator[tuple[SlotTile, Tensor, Tensor, Tensor]]:
+    """Per tile: queries [C, H, D], gathered keys [C, K, D] and scaled logits [C, H, K], -inf in empty slots."""
+    _, heads, width = q.shape
+    kv = pad_width(kv)
+    for tile in slot_tiles(indices, kv.shape[0], topk_length, bytes_per_slot=4 * (width + heads)):
+        keys_CKD = tile.gather(kv)
+        q_CHD = pad_width(tile.rows_of(q)).to(keys_CKD.dtype)
+        logits_CHK = bmm_wide(q_CHD, keys_CKD.transpose(1, 2)).mul_(softmax_scale)
+        yield tile, q_CHD, keys_CKD, logits_CHK.masked_fill_(tile.empty_slots[:, None], -torch.inf)
 
 
 def weights_from(logits_CHK: Tensor, norm_CH: Tensor) -> Tensor:
@@ -32,14 +34,6 @@ def _with_sink(lse: Tensor, sink: Tensor | None) -> Tensor:
     return lse if sink is None else torch.logaddexp(lse, sink.to(lse.dtype))
 
 
-def _chunks(q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None, copies: int):
-    _, heads, width = q.shape
-    per_row = chunk_bytes(heads, width, indices.shape[1], kv.element_size(), copies)
-    for rows in row_chunks(q.shape[0], per_row, q.device):
-        length = None if topk_length is None else topk_length[rows]
-        yield rows, Slots(indices[rows], kv.shape[0], length)
-
-
 def sparse_mla_unfused(
     q: Tensor,
     kv: Tensor,
@@ -49,18 +43,17 @@ def sparse_mla_unfused(
     sink: Tensor | None,
     topk_length: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    acc = accumulation_dtype(q.dtype)
     out = q.new_empty(*q.shape[:2], d_v)
-    lse = q.new_empty(q.shape[:2], dtype=acc)
+    lse = q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
     if kv.shape[0] == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    for rows, slots in _chunks(q, kv, indices, topk_length, copies=2):
-        keys_CKD, logits_CHK = chunk_logits(q[rows], kv, slots, softmax_scale)
+    value = slice(whole_lanes(d_v))  # cut to d_v when stored
+    for tile, _, keys_CKD, logits_CHK in attention_tiles(q, kv, indices, topk_length, softmax_scale):
         lse_CH = torch.logsumexp(logits_CHK, -1)
         p_CHK = weights_from(logits_CHK, _with_sink(lse_CH, sink))
-        out_CHV = bmm_wide(p_CHK.to(keys_CKD.dtype), keys_CKD[..., :d_v])
-        out[rows] = out_CHV.masked_fill_(slots.empty_rows[:, None, None], 0)
-        lse[rows] = lse_CH
+        out_CHV = bmm_wide(p_CHK.to(keys_CKD.dtype), keys_CKD[..., value])[..., :d_v]
+        tile.store(out, out_CHV.masked_fill(tile.empty_rows[:, None, None], 0))
+        tile.store(lse, lse_CH)
     return out, lse
 
 
@@ -86,39 +79,39 @@ def sparse_mla_backward_unfused(
     grad_q = q.new_zeros(q.shape if need_q else 0)
     grad_kv = q.new_zeros((num_keys + 1, width) if need_kv else 0, dtype=acc)  # row S collects empty slots
     grad_sink = q.new_zeros(q.shape[1] if need_sink else 0, dtype=acc)
-    if num_keys > 0:
-        for rows, slots in _chunks(q, kv, indices, topk_length, copies=4):
-            q_CHD, lse_CH = q[rows], lse[rows]
-            keys_CKD, logits_CHK = chunk_logits(q_CHD, kv, slots, softmax_scale)
-            operand = keys_CKD.dtype
-            norm_CH = _with_sink(lse_CH, sink)
-            p_lse_CHK = None  # lse leaves the sink out
-            if grad_lse is not None and sink is not None:
-                p_lse_CHK = weights_from(logits_CHK.clone(), lse_CH)
-            p_CHK = weights_from(logits_CHK, norm_CH)
-            grad_logits_CHK = torch.zeros_like(p_CHK) if grad_out is None else None
-            grad_out_CHV = None
+    tiles = attention_tiles(q, kv, indices, topk_length, softmax_scale) if num_keys else ()
+    for tile, q_CHD, keys_CKD, logits_CHK in tiles:
+        lse_CH = tile.rows_of(lse)
+        norm_CH = _with_sink(lse_CH, sink)
+        p_lse_CHK = None  # lse leaves the sink out
+        if grad_lse is not None and sink is not None:
+            p_lse_CHK = weights_from(logits_CHK.clone(), lse_CH)
+        p_CHK = weights_from(logits_CHK, norm_CH)
+        if grad_out is None:
+            grad_logits_CHK = torch.zeros_like(p_CHK)
+        else:
+            grad_out_CHV = pad_width(tile.rows_of(grad_out)).to(keys_CKD.dtype)
+            delta_CH = (tile.rows_of(grad_out).to(acc) * tile.rows_of(out).to(acc)).sum(-1)
+            values_CKV = keys_CKD[..., : grad_out_CHV.shape[-1]]
+            grad_logits_CHK = bmm_wide(grad_out_CHV, values_CKV.transpose(1, 2))
+            grad_logits_CHK.sub_(delta_CH[..., None]).mul_(p_CHK)
+            if need_sink:
+                share_CH = torch.exp(sink.to(acc) - norm_CH) * delta_CH
+                grad_sink -= share_CH.masked_fill_(tile.empty_rows[:, None], 0).sum(0)
+        if grad_lse is not None:
+            weights_CHK = p_CHK if p_lse_CHK is None else p_lse_CHK
+            grad_logits_CHK.addcmul_(weights_CHK, tile.rows_of(grad_lse).to(acc)[..., None])
+        # not a product with zero: the incoming gradients of empty rows and slots may hold anything
+        grad_logits_CHK.masked_fill_(tile.empty_slots[:, None], 0).mul_(softmax_scale)
+        grad_logits_CHK = grad_logits_CHK.to(keys_CKD.dtype)
+        if need_q:
+            grad_q_CHD = bmm_wide(grad_logits_CHK, keys_CKD)[..., :width]
+            tile.store(grad_q, grad_q_CHD.masked_fill(tile.empty_rows[:, None, None], 0))
+        if need_kv:
+            grad_keys_CKD = bmm_wide(grad_logits_CHK.transpose(1, 2), q_CHD)
             if grad_out is not None:
-                grad_out_CHV = grad_out[rows].to(operand)
-                delta_CH = (grad_out_CHV.to(acc) * out[rows].to(acc)).sum(-1)
-                grad_logits_CHK = bmm_wide(grad_out_CHV, keys_CKD[..., :d_v].transpose(1, 2))
-                grad_logits_CHK.sub_(delta_CH[..., None]).mul_(p_CHK)
-                if need_sink:
-                    share_CH = torch.exp(sink.to(acc) - norm_CH) * delta_CH
-                    grad_sink -= share_CH.masked_fill_(slots.empty_rows[:, None], 0).sum(0)
-            if grad_lse is not None:
-                grad_logits_CHK.addcmul_(p_CHK if p_lse_CHK is None else p_lse_CHK, grad_lse[rows].to(acc)[..., None])
-            # not a product with zero: incoming gradients of empty rows and slots may hold anything
-            grad_logits_CHK.masked_fill_(~slots.valid[:, None], 0).mul_(softmax_scale)
-            grad_logits_CHK = grad_logits_CHK.to(operand)
-            if need_q:
-                grad_q_CHD = bmm_wide(grad_logits_CHK, keys_CKD)
-                grad_q[rows] = grad_q_CHD.masked_fill_(slots.empty_rows[:, None, None], 0)
-            if need_kv:
-                grad_keys_CKD = bmm_wide(grad_logits_CHK.transpose(1, 2), q_CHD.to(operand))
-                if grad_out_CHV is not None:
-                    grad_keys_CKD[..., :d_v] += bmm_wide(p_CHK.to(operand).transpose(1, 2), grad_out_CHV)
-                slots.scatter_add(grad_kv, grad_keys_CKD)
-    if need_kv:
-        grad_kv = grad_kv[:num_keys].to(kv.dtype, copy=True)
-    return grad_q, grad_kv if need_kv else kv.new_empty(0), grad_sink.to(sink.dtype if need_sink else q.dtype)
+                grad_values_CKV = bmm_wide(p_CHK.to(keys_CKD.dtype).transpose(1, 2), grad_out_CHV)
+                grad_keys_CKD[..., : grad_values_CKV.shape[-1]] += grad_values_CKV
+            tile.scatter_add(grad_kv, grad_keys_CKD[..., :width])
+    grad_kv = grad_kv[:num_keys].to(kv.dtype, copy=True) if need_kv else kv.new_empty(0)
+    return grad_q, grad_kv, grad_sink.to(sink.dtype if sink is not None else q.dtype)
