@@ -133,11 +133,11 @@ class DSAttention(nn.Module):
         self._check(x, starts, ends, indices, row_mask)
         config = self.config
         table = self._table(x, position_embeddings, starts)
-        q_resid = self.q_a_layernorm(self.q_a_proj(x))
+        q_resid = _normed(self.q_a_layernorm, self.q_a_proj(x))
         q = self.q_b_proj(q_resid).unflatten(-1, (config.num_heads, config.qk_head_dim))
         q_nope, q_rope = q.split((config.qk_nope_head_dim, config.qk_rope_head_dim), -1)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((config.kv_lora_rank, config.qk_rope_head_dim), -1)
-        latent = self.kv_a_layernorm(latent).to(k_rope.dtype)
+        latent = _normed(self.kv_a_layernorm, latent)
         if table is not None:
             cos, sin = table
             q_rope = rotate(q_rope, cos.unsqueeze(-2), sin.unsqueeze(-2), interleaved=config.rope_interleaved)
@@ -302,3 +302,8 @@ class DSAttention(nn.Module):
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"DSAttention: {name} must be a tensor, got {type(value).__name__}")
+
+
+def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    # under autocast x is narrower than the weight, which torch's fused norm does not take
+    return norm(x.to(norm.weight.dtype)).to(x.dtype)

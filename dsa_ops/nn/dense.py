@@ -149,7 +149,7 @@ def _tiles(rows: int, row_bytes: int, budgets: dict[str, int], device: torch.dev
     budget = budgets.get(device.type, budgets["cuda"])
     count = rows * row_bytes // budget + 1
     size = (rows + count - 1) // count
-    return [slice(i * size, min((i + 1) * size, rows)) for i in range(count) if i * size < rows]
+    return [slice(i * size, min((i + 1) * size, rows)) for i in range(count) if i == 0 or i * size < rows]
 
 
 def _key_range(starts: Tensor, ends: Tensor, keys: int) -> tuple[int, int]:

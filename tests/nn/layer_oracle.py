@@ -99,9 +99,9 @@ def index_scores(p, c, x, positions):
 
 
 def best(scores, visible, topk):
-    """keep [B, L, S]: the topk best visible keys of each row (no ties in these tests)."""
+    """keep [B, L, S]: the topk best visible keys of each row, of equal ones (0 is frequent) the first."""
     masked = torch.where(visible, scores, -torch.inf)
-    top = masked.topk(min(topk, scores.shape[-1]), -1).indices
+    top = masked.sort(dim=-1, descending=True, stable=True).indices[..., :topk]
     return torch.zeros_like(visible).scatter(-1, top, True) & visible
 
 

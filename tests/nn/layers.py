@@ -21,7 +21,7 @@ SMALL = {
 
 
 def layer(mode="sparse", *, dtype=torch.float64, has_indexer=True, **changes) -> DSAttention:
-    """A layer whose attention and selection are far from uniform, and whose norms and sinks are not at their defaults."""
+    """A layer with attention and selection far from uniform, and norms and sinks off their defaults."""
     made = DSAttention(DSAConfig(**SMALL | changes), has_indexer=has_indexer, dtype=dtype)
     with torch.no_grad():
         for parameter in made.parameters():
