@@ -133,19 +133,18 @@ def choose(op: str, args: tuple) -> tuple[str | None, Callable | None, dict[str,
     return None, None, refusals
 
 
-def run(op: str, unfused: Callable, args: tuple) -> Any:
+def run(op: str, unfused: Callable, args: tuple, on_cuda: bool) -> Any:
     """Run one op's call on the backend that serves it."""
     requested = requested_backend()
-    if requested == "unfused":
+    if requested == "unfused" or (requested == "auto" and not on_cuda):
         return unfused(*args)
-    name, launch, refusals = choose(op, args)
+    _, launch, refusals = choose(op, args)
     if launch is not None:
         return launch(*args)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
     if requested != "auto":
         raise RuntimeError(f"dsa::{op}: backend {requested!r} was asked for and cannot serve this call: {reasons}")
-    if any(a.device.type == "cuda" for a in args if isinstance(a, Tensor)):
-        _warn_once(op, reasons)
+    _warn_once(op, reasons)
     return unfused(*args)
 
 

@@ -49,11 +49,12 @@ def register_op(
             _refuse_tangents(name, args)
         if validate is not None:
             validate(*args)
-        device = next(a for a in args if isinstance(a, Tensor)).device.type
+        on_cuda = args[first].is_cuda
+        device = "cuda" if on_cuda else "cpu" if args[first].is_cpu else args[first].device.type
         if not torch.is_autocast_enabled(device):
-            return dispatch.run(name, unfused, args)
+            return dispatch.run(name, unfused, args, on_cuda)
         with torch.autocast(device, enabled=False):  # on in an eager body, off when a compiled graph runs it
-            return dispatch.run(name, unfused, args)
+            return dispatch.run(name, unfused, args, on_cuda)
 
     def fake(*args):
         args += defaults[len(args) :]
@@ -63,6 +64,7 @@ def register_op(
     op = torch.library.custom_op(f"dsa::{name}", body, mutates_args=(), schema=schema)
     overload = getattr(torch.ops.dsa, name).default
     arguments = overload._schema.arguments
+    first = next(i for i, a in enumerate(arguments) if str(a.type) == "Tensor")  # an optional one may be None
     defaults = tuple(a.default_value if a.has_default_value() else None for a in arguments)
 
     op.register_fake(fake)
