@@ -1,0 +1,253 @@
+"""The indexer's training loss, and a way to hang a loss onto an activation."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from dsa_ops import api
+from dsa_ops.layouts import expand_topk
+
+
+def indexer_loss(
+    q: Tensor,
+    kv: Tensor,
+    lse: Tensor,
+    indices: Tensor,
+    scores: Tensor,
+    softmax_scale: float | None,
+    *,
+    coeff: float | Tensor = 1.0,
+    row_mask: Tensor | None = None,
+    reduction: str = "mean",
+    group: Any = None,
+    topk_length: Tensor | None = None,
+) -> Tensor:
+    """How far the indexer is from attention over the selected keys: KL(attention || indexer), one number.
+
+    attention_target -> sum over the tensor-parallel group -> indexer_kl -> mean or sum over rows -> times coeff. The
+    teacher's side (q, kv, lse) is detached: gradients go to `scores` alone.
+
+    Shapes: T query rows, S key rows, H heads on this rank, D width, K slots; batched [B, L, ...] as everywhere.
+
+    Args:
+        q [T, H, D], kv [S, D], lse [T, H]: attention's own queries, latent rows and log-sum-exp over the selected keys,
+            as `sparse_mla` takes and returns them.
+        indices [T, K]: int32 or int64, the selected keys; slots < 0 are empty.
+        scores [T, K]: the indexer's scores of these keys, from `indexer_topk` or `indexer_scores`.
+        softmax_scale: attention's; None is D ** -0.5.
+        coeff: factor of the loss: a number, or a tensor of one element where it changes from step to step in a compiled
+            region (each new number would recompile it). 0 gives zero gradients, not absent ones.
+        row_mask [T]: bool, rows that count. The others add nothing to the sum nor to the number of rows, whatever they
+            hold, and get zero gradients. None: all rows count, also those without a key (their KL is 0).
+        reduction: "mean" over the rows that count (0 if there are none), or "sum", which adds up over any split of the
+            rows, for loops that divide by their own number of tokens.
+        group: tensor-parallel group over whose ranks the heads are sharded: a ProcessGroup, a one-dimensional
+            DeviceMesh or (DeviceMesh, dimension). Every rank must hold the same keys in the same slots, as
+            `indexer_topk` and `layouts.sort_topk_by_index` give them. Every rank returns the whole loss.
+        topk_length [T]: int32 or int64, number of leading slots in use per row.
+
+    Returns:
+        A tensor of shape [], float32 (float64 for float64 scores). It hangs on the graph of `scores` also when no row
+        counts; without requires_grad there, no graph is built and nothing is saved. No host sync.
+
+    Raises:
+        ValueError, TypeError: an argument's shape, dtype, device or value does not fit; what the ops check, they name.
+        IndexError: an id >= S in a slot in use, on CPU.
+
+    Source: DeepSeek-V3.2 report, indexer training of the sparse stage.
+    """
+    op = "indexer_loss"
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'{op}: reduction must be "mean" or "sum", got {reduction!r}')
+    if not isinstance(indices, Tensor):
+        raise TypeError(f"{op}: indices must be a tensor, got {type(indices).__name__}")
+    _check_one_number(op, "coeff", coeff)
+
+    if row_mask is not None:
+        _check_row_mask(op, row_mask, indices)
+    if topk_length is not None:
+        indices = expand_topk(indices, topk_length)
+    if row_mask is not None:
+        # A row that does not count becomes a row without keys. Masking its KL instead would send 0 * NaN to its scores.
+        indices = torch.where(row_mask[..., None], indices, -1)
+
+    target = api.attention_target(q.detach(), kv.detach(), lse.detach(), indices, softmax_scale)
+    if group is not None:
+        target = _sum_over_group(target, group)
+    kl = api.indexer_kl(target, scores, indices)
+
+    loss = kl.sum()
+    if reduction == "mean":
+        loss = loss / (max(kl.numel(), 1) if row_mask is None else row_mask.sum().clamp(min=1))
+    return loss * (coeff.reshape(()) if isinstance(coeff, Tensor) else coeff)
+
+
+def attach_loss(x: Tensor, loss: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Returns x; when a gradient comes back through it, `loss` gets the gradient `scale` besides.
+
+    So an auxiliary loss made deep inside a model is trained by the main loss's `backward()`, with no list of losses to
+    pass around. Under activation checkpointing the loss is made again together with x and counted once; in a pipeline
+    it travels with the activation.
+
+    Args:
+        x: floating point, any shape: an activation that the main loss depends on. Its gradient passes unchanged.
+        loss: floating point; usually one number; with more, each element gets the gradient.
+        scale: one number, or of the shape of `loss`; default 1. A tensor, since a Python number would be frozen into a
+            compiled region. Nothing is copied: the value that the tensor has when backward runs counts, so a gradient
+            scaler or a schedule may change it in place after the forward pass. It gets no gradient itself.
+
+    Returns:
+        x as a view, that requires grad if `x` or `loss` does. An in-place operation on a view from a custom function is
+        an error in PyTorch: write `y = f(y)`, not `f_(y)`. Where `loss` does not require grad, or grad mode is off: x.
+
+    Second derivatives are right (`scale` is a constant to them), so are torch.func.grad and vmap. Forward-mode AD, and
+    vmap inside a compiled region, raise RuntimeError. A compiled region sees changes of `scale` made outside it, not
+    those it makes itself after the call; with a torch that checks the version of all it saves (before 2.13 some do), a
+    change between its forward and its backward raises torch's error about in-place modification.
+
+    Raises:
+        TypeError, ValueError: an argument is not a tensor, not floating point, or of the wrong shape or device.
+    """
+    op = "attach_loss"
+    for name, value in (("x", x), ("loss", loss)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
+        if not value.is_floating_point():
+            raise TypeError(f"{op}: {name} must be floating point, got {value.dtype} {[*value.shape]}")
+    if loss.device != x.device:
+        raise ValueError(f"{op}: loss must be on {x.device} like x, got {loss.device}")
+    if scale is not None:
+        _check_scale(op, scale, loss)
+    compiling = torch.compiler.is_compiling()
+    if not compiling and _has_tangent(loss):
+        raise RuntimeError(_NO_FORWARD_MODE)
+    if compiling and (torch._C._functorch.is_batchedtensor(x) or torch._C._functorch.is_batchedtensor(loss)):
+        raise RuntimeError(f"{op}: torch.vmap inside torch.compile would lose the loss; use one of the two")
+    # inside vmap a tensor does not show that it requires grad
+    if not (torch.is_grad_enabled() and (loss.requires_grad or torch._C._are_functorch_transforms_active())):
+        return x
+    attached: Tensor = (_AttachLoss if compiling else _AttachLossEager).apply(x, loss, scale)
+    return attached
+
+
+_NO_FORWARD_MODE = (
+    "attach_loss: forward-mode AD is not supported: the loss acts on gradients alone and has no place in a tangent"
+)
+
+
+class _AttachLoss(torch.autograd.Function):
+    """What torch.compile traces. It refuses functions with a `jvp`, which is why there is another for eager."""
+
+    @staticmethod
+    def forward(x: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
+        return x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+        _, loss, scale = inputs
+        ctx.scale = scale  # not save_for_backward, which forbids a change in place until backward
+        ctx.loss_shape, ctx.loss_dtype = loss.shape, loss.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        shape, dtype = ctx.loss_shape, ctx.loss_dtype
+        if ctx.scale is None:
+            grad_loss = torch.ones(shape, dtype=dtype, device=grad.device)
+        elif torch.compiler.is_compiling():
+            # What depends on no incoming gradient may move to the forward graph, where `scale` has its old value. An
+            # opaque op that takes the gradient stays behind; an empty slice of it need not be written to memory.
+            grad_loss = _attach_loss_backward(grad[:0] if grad.dim() else grad, ctx.scale, shape, dtype)
+        else:
+            grad_loss = _loss_gradient(grad, ctx.scale, shape, dtype)
+        return grad, grad_loss, None
+
+
+class _AttachLossEager(_AttachLoss):
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(_NO_FORWARD_MODE)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, loss: Tensor, scale: Tensor | None) -> Any:
+        """Every sample attaches its own loss; what the samples share is repeated, so that its gradients add up."""
+
+        def spread(tensor: Tensor, dim: int | None) -> Tensor:
+            if dim is None:
+                return tensor.expand(info.batch_size, *tensor.shape)
+            return tensor.movedim(dim, 0)
+
+        loss = spread(loss, in_dims[1])
+        if scale is not None and in_dims[2] is not None:
+            scale = scale.movedim(in_dims[2], 0)
+            if scale.shape != loss.shape:  # one number for each sample
+                scale = scale.reshape(info.batch_size, *[1] * (loss.dim() - 1))
+        return _AttachLossEager.apply(spread(x, in_dims[0]), loss, scale), 0
+
+
+def _loss_gradient(grad: Tensor, scale: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """`scale` in the shape and dtype of the loss, in new memory: a gradient that stays around must not share it."""
+    if scale.numel() == 1:
+        scale = scale.reshape(())
+    return (torch.ones(shape, dtype=dtype, device=grad.device) * scale).to(dtype)
+
+
+@torch.library.custom_op(
+    "dsa::attach_loss_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor scale, SymInt[] shape, ScalarType dtype) -> Tensor",
+)
+def _attach_loss_backward(grad: Tensor, scale: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return _loss_gradient(grad, scale, shape, dtype)
+
+
+@_attach_loss_backward.register_fake
+def _(grad: Tensor, scale: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=grad.device)
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def _check_one_number(op: str, name: str, value: object) -> None:
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{op}: {name} must have one element, got {value.dtype} {[*value.shape]}")
+    elif isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{op}: {name} must be a number or a tensor of one element, got {type(value).__name__}")
+
+
+def _check_row_mask(op: str, row_mask: Tensor, indices: Tensor) -> None:
+    want = f"torch.bool of shape {[*indices.shape[:-1]]} on {indices.device}"
+    if not isinstance(row_mask, Tensor):
+        raise TypeError(f"{op}: row_mask must be {want}, got {type(row_mask).__name__}")
+    got = f"{row_mask.dtype} {[*row_mask.shape]} on {row_mask.device}"
+    if row_mask.dtype != torch.bool:
+        raise TypeError(f"{op}: row_mask must be {want}, got {got}")
+    if row_mask.shape != indices.shape[:-1] or row_mask.device != indices.device:
+        raise ValueError(f"{op}: row_mask must be {want}, got {got}")
+
+
+def _check_scale(op: str, scale: object, loss: Tensor) -> None:
+    want = f"a floating-point tensor of one element or of shape {[*loss.shape]} like loss"
+    if not isinstance(scale, Tensor):
+        raise TypeError(f"{op}: scale must be {want} (torch.compile would freeze a number), got {type(scale).__name__}")
+    got = f"{scale.dtype} {[*scale.shape]} on {scale.device}"
+    if not scale.is_floating_point():
+        raise TypeError(f"{op}: scale must be {want}, got {got}")
+    if scale.numel() != 1 and scale.shape != loss.shape:
+        raise ValueError(f"{op}: scale must be {want}, got {got}")
+    if scale.device != loss.device and not (scale.dim() == 0 and scale.device.type == "cpu"):
+        raise ValueError(f"{op}: scale must be on {loss.device} like loss, or a CPU scalar, got {got}")
+
+
+def _sum_over_group(target: Tensor, group: Any) -> Tensor:
+    # imported here: these modules cost time, and single-process users never need them
+    from torch.distributed import _functional_collectives as collectives
+
+    target = collectives.all_reduce(target, "sum", group)
+    if isinstance(target, collectives.AsyncCollectiveTensor):
+        target = target.wait()
+    return target
