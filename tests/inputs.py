@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes use the contract's letters: T rows, S keys, H heads, D/Dv widths, Hi/Di indexer heads and width, K slots."""
+    """T rows, S keys, H heads of width D (values Dv), Hi indexer heads of width Di, K slots."""
 
     T: int = 7
     S: int = 9
@@ -301,7 +301,7 @@ def _placed(x, device, grad):
     return x.requires_grad_(grad)
 
 
-# ---- hypothesis: `from inputs import cases` needs it, the table above does not ----------------------------------------
+# ---- hypothesis: `cases` needs it, everything above does not
 
 
 def cases(**fixed):

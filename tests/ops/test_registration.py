@@ -1,0 +1,313 @@
+"""What every op owes PyTorch: schema, fake, autograd, autocast, FLOP formula, compile. One table, every op in it."""
+
+import calls
+import inputs
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from inputs import ALL, BACKWARDS, CASES, DIFFERENTIABLE, OPS, Case
+from torch.utils.flop_counter import FlopCounterMode
+
+import dsa_ops  # noqa: F401
+
+OPCHECK = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+OPCHECK_CASES = {
+    "plain": CASES["plain"],
+    "without optionals": CASES["without_optionals"],
+    "no rows": CASES["no_rows"],
+    "no keys": CASES["no_keys"],
+    "transposed bfloat16": Case(layout="transposed", dtype=torch.bfloat16),
+    "sliced float16": Case(layout="sliced", dtype=torch.float16, total_heads=6),
+    "expanded float64": Case(layout="expanded", dtype=torch.float64, expanded_keys=True),
+}
+
+
+def test_the_table_names_every_registered_op():
+    registered = {n.removeprefix("dsa::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("dsa::")}
+    assert registered == set(ALL)
+
+
+def test_schemas():
+    """Frozen: a later version may append arguments with defaults, nothing else."""
+    assert_expected_inline(
+        "\n".join(str(calls.op(name)._schema) for name in ALL),
+        """\
+dsa::indexer_topk(Tensor q, Tensor k, Tensor weights, Tensor starts, Tensor ends, SymInt topk, bool relu=True) -> (Tensor indices, Tensor scores)
+dsa::indexer_scores(Tensor q, Tensor k, Tensor weights, Tensor indices, bool relu=True) -> Tensor
+dsa::sparse_mla(Tensor q, Tensor kv, Tensor indices, float softmax_scale, SymInt d_v, Tensor? sink=None, Tensor? topk_length=None) -> (Tensor out, Tensor lse)
+dsa::attention_target(Tensor q, Tensor kv, Tensor lse, Tensor indices, float softmax_scale, Tensor? topk_length=None) -> Tensor
+dsa::indexer_kl(Tensor target, Tensor scores, Tensor indices) -> Tensor
+dsa::dense_indexer_kl(Tensor index_q, Tensor index_k, Tensor index_weights, Tensor q, Tensor k, Tensor lse, Tensor starts, Tensor ends, float softmax_scale, Tensor row_weight, bool relu=True, SymInt total_heads=0) -> (Tensor loss, Tensor kl)
+dsa::indexer_scores_backward(Tensor grad_scores, Tensor q, Tensor k, Tensor weights, Tensor indices, bool relu=True, bool need_q=True, bool need_k=True, bool need_weights=True) -> (Tensor grad_q, Tensor grad_k, Tensor grad_weights)
+dsa::sparse_mla_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor kv, Tensor indices, Tensor out, Tensor lse, float softmax_scale, SymInt d_v, Tensor? sink=None, Tensor? topk_length=None, bool need_q=True, bool need_kv=True, bool need_sink=True) -> (Tensor grad_q, Tensor grad_kv, Tensor grad_sink)
+dsa::indexer_kl_backward(Tensor grad_kl, Tensor target, Tensor scores, Tensor indices) -> Tensor
+dsa::dense_indexer_kl_backward(Tensor grad_loss, Tensor index_q, Tensor index_k, Tensor index_weights, Tensor q, Tensor k, Tensor lse, Tensor starts, Tensor ends, float softmax_scale, Tensor row_weight, bool relu=True, SymInt total_heads=0, bool need_q=True, bool need_k=True, bool need_weights=True) -> (Tensor grad_index_q, Tensor grad_index_k, Tensor grad_index_weights)""",
+    )
+
+
+@pytest.mark.parametrize("case", OPCHECK_CASES)
+@pytest.mark.parametrize("name", ALL)
+def test_opcheck(name, case, device):
+    args = tuple(inputs.arguments(name, OPCHECK_CASES[case], device=device, grad=True).values())
+    if name == "indexer_topk":  # its gradient test adds up int32 indices and float scores, which torch cannot
+        torch.library.opcheck(calls.op(name), args, test_utils=OPCHECK[:3])
+        args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+    torch.library.opcheck(calls.op(name), args, test_utils=OPCHECK)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_opcheck_without_gradients(name, device):
+    torch.library.opcheck(calls.op(name), tuple(inputs.arguments(name, device=device).values()))
+
+
+def test_opcheck_of_backwards_with_none_and_unwanted_gradients(device):
+    args = inputs.arguments("sparse_mla_backward", device=device)
+    for changes in ({"grad_out": None}, {"grad_lse": None}, {"need_kv": False, "need_sink": False}, {"need_q": False}):
+        torch.library.opcheck(calls.op("sparse_mla_backward"), tuple({**args, **changes}.values()))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_compiled_equals_eager(name, device):
+    """Forward and backward in one graph each, for sizes that change."""
+    torch._dynamo.reset()
+    compiled = torch.compile(calls.op(name), fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (7, 5):
+        args = inputs.arguments(name, device=device, grad=True, T=rows)
+        eager = calls.run(name, args)
+        found = dict(zip(OPS[name].outputs, calls.as_tuple(compiled(*args.values())), strict=True))
+        calls.assert_all_near(found, eager, 1e-6)
+        if name in DIFFERENTIABLE:
+            grads = calls.incoming(name, eager)
+            calls.assert_all_near(
+                calls.gradients(name, args, grads, found), calls.gradients(name, args, grads, eager), 1e-5
+            )
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor(device):
+    """Selection, attention, target and KL in one region, as a layer has them."""
+
+    def layer(q, kv, index_q, index_k, weights, starts, ends):
+        indices, scores = torch.ops.dsa.indexer_topk(index_q, index_k, weights, starts, ends, 4)
+        out, lse = torch.ops.dsa.sparse_mla(q, kv, indices, 0.3, 5)
+        target = torch.ops.dsa.attention_target(q, kv, lse.detach(), indices, 0.3)
+        return out.square().sum() + torch.ops.dsa.indexer_kl(target, scores, indices).sum()
+
+    topk, mla = inputs.arguments("indexer_topk", device=device), inputs.arguments("sparse_mla", device=device)
+    leaves = [mla["q"], mla["kv"], topk["q"], topk["k"], topk["weights"]]
+    results = []
+    for f in (layer, torch.compile(layer, fullgraph=True)):
+        inner = [x.clone().requires_grad_() for x in leaves]
+        f(*inner, topk["starts"], topk["ends"]).backward()
+        results.append([x.grad for x in inner])
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_profile_names_forward_and_backward(name):
+    args = inputs.arguments(name, grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        outputs = calls.run(name, args)
+        calls.gradients(name, args, calls.incoming(name, outputs), outputs)
+    assert {f"dsa::{name}", f"dsa::{OPS[name].backward}"} <= {event.key for event in profile.key_averages()}
+
+
+# ---- autocast: q, k, kv and index q, k are cast, nothing else --------------------------------------------------------
+
+AUTOCAST = {
+    "indexer_topk": ("q", "k"),
+    "indexer_scores": ("q", "k"),
+    "sparse_mla": ("q", "kv"),
+    "attention_target": ("q", "kv"),
+    "indexer_kl": (),
+    "dense_indexer_kl": ("index_q", "index_k", "q", "k"),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", OPS)
+def test_autocast(name, compiled, device):
+    args = inputs.arguments(name, device=device, grad=True, exact=name == "indexer_topk")
+    cast = {n: x.bfloat16() if n in AUTOCAST[name] else x for n, x in args.items()}
+    torch._dynamo.reset()
+    call = torch.compile(calls.op(name), fullgraph=True, backend="aot_eager") if compiled else calls.op(name)
+    with torch.autocast(device, torch.bfloat16):
+        found = dict(zip(OPS[name].outputs, calls.as_tuple(call(*args.values())), strict=True))
+    calls.assert_all_equal(found, calls.run(name, cast))
+    if name in DIFFERENTIABLE:
+        grads = calls.incoming(name, found)
+        got = calls.gradients(name, args, grads, found)
+        assert all(g.dtype == torch.float32 for g in got.values())
+        calls.assert_all_near(got, calls.gradients(name, args, grads, calls.run(name, cast)), 1e-5)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_autocast_leaves_float64_alone(name, device):
+    args = inputs.arguments(name, device=device, dtype=torch.float64)
+    with torch.autocast(device, torch.bfloat16):
+        found = calls.run(name, args)
+    calls.assert_all_equal(found, calls.run(name, args))
+
+
+# ---- FLOPs: an upper bound that counts every pair of row and slot (or key), seen or not ------------------------------
+
+T, S, H, D, DV, HI, DI, K = 7, 9, 3, 8, 5, 2, 4, 4
+FLOPS = {
+    "indexer_topk": 2 * T * S * HI * (DI + 1),  # products, then the weighted sum over heads
+    "indexer_scores": 2 * T * K * HI * (DI + 1),
+    "sparse_mla": 2 * T * K * H * (D + DV),
+    "attention_target": 2 * T * K * H * D,
+    "indexer_kl": 6 * T * K,
+    "dense_indexer_kl": 2 * T * S * (HI * (DI + 1) + H * D),
+    # products again; one product more for each gradient of q and k, a sum for that of the weights
+    "indexer_scores_backward": 2 * T * K * HI * (3 * DI + 1),
+    "sparse_mla_backward": 2 * T * K * H * ((D + DV) + D + (D + DV)),
+    "indexer_kl_backward": 4 * T * K,
+    # its products twice, for the sum of the softmax and then for the gradient
+    "dense_indexer_kl_backward": 2 * T * S * (HI * (4 * DI + 1 + 1) + H * D),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_flops(name):
+    args = inputs.arguments(name)
+    with FlopCounterMode(display=False) as counter:
+        calls.run(name, args)
+    assert counter.get_total_flops() == FLOPS[name]
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_flops_of_forward_and_backward(name):
+    args = inputs.arguments(name, grad=True)
+    grads = calls.incoming(name, calls.run(name, args))
+    with FlopCounterMode(display=False) as counter:
+        calls.gradients(name, args, grads)
+    assert counter.get_total_flops() == FLOPS[name] + FLOPS[OPS[name].backward]
+
+
+# ---- meta and fake ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_meta(name):
+    """Shapes, dtypes and contiguous strides of the results without data, gradients too."""
+    for case in (CASES["plain"], CASES["transposed"], CASES["no_keys"]):
+        real, meta = (
+            calls.run(name, inputs.arguments(name, case)),
+            calls.run(name, inputs.arguments(name, case, device="meta")),
+        )
+        for n in real:
+            assert meta[n].is_meta and meta[n].is_contiguous()
+            assert (meta[n].shape, meta[n].dtype) == (real[n].shape, real[n].dtype)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_meta_gradients(name):
+    args = inputs.arguments(name, device="meta", grad=True)
+    outputs = calls.run(name, args)
+    got = calls.gradients(name, args, {n: torch.empty_like(outputs[n]) for n in OPS[name].through}, outputs)
+    assert all(g.is_meta and g.shape == args[n].shape for n, g in got.items())
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_fake_cuda_needs_no_gpu(name):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    args = inputs.arguments(name)
+    with FakeTensorMode() as mode:
+        args = {
+            n: torch.empty(x.shape, dtype=x.dtype, device="cuda") if isinstance(x, torch.Tensor) else x
+            for n, x in args.items()
+        }
+        assert all(x.device.type == "cuda" for x in calls.run(name, args).values()), mode
+
+
+# ---- frozen inputs cost nothing --------------------------------------------------------------------------------------
+
+
+class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+    """Keeps the name and arguments of every call of an op of ours."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "dsa":
+            defaults = [a.default_value if a.has_default_value() else None for a in func._schema.arguments]
+            names = [a.name for a in func._schema.arguments]
+            self.calls.append((func._schema.name, dict(zip(names, [*args, *defaults[len(args) :]], strict=True))))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [n for n in DIFFERENTIABLE if n != "indexer_kl"])
+def test_gradients_nobody_wants_are_not_computed(name, device):
+    args = inputs.arguments(name, device=device, grad=True)
+    grads = calls.incoming(name, calls.run(name, args))
+    everything = calls.gradients(name, args, grads)
+    flags = dict(zip(OPS[name].differentiable, BACKWARDS[OPS[name].backward].needs, strict=True))
+    for one in OPS[name].differentiable:
+        frozen = {n: x.detach() if n in flags and n != one else x for n, x in args.items()}
+        with Recorder() as recorder:
+            got = calls.gradients(name, frozen, grads)
+        ((_, backward),) = [c for c in recorder.calls if c[0] == f"dsa::{OPS[name].backward}"]
+        assert {n: backward[f"need_{flag}"] for n, flag in flags.items()} == {n: n == one for n in flags}
+        calls.assert_all_near(got, {one: everything[one]}, 1e-6)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_nothing_is_kept_or_run_when_no_input_wants_a_gradient(name, device):
+    args = inputs.arguments(name, device=device)
+    assert not any(x.requires_grad for x in calls.run(name, args).values())
+    others = [n for n, x in args.items() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    others = [n for n in others if n not in OPS[name].differentiable]
+    for n in others:  # an input without a gradient never gets one
+        args[n].requires_grad_()
+    for x in calls.run(name, args).values():
+        if x.requires_grad:
+            found = torch.autograd.grad(x, [args[n] for n in others], torch.ones_like(x), allow_unused=True)
+            assert all(g is None for g in found)
+
+
+@pytest.mark.parametrize("name", [n for n in BACKWARDS if BACKWARDS[n].needs])
+def test_an_unwanted_gradient_is_an_empty_tensor(name, device):
+    args = inputs.arguments(name, device=device)
+    everything = calls.run(name, args)
+    for flag, n in zip(BACKWARDS[name].needs, BACKWARDS[name].gradients, strict=True):
+        got = calls.run(name, {**args, f"need_{flag}": False})
+        assert got.pop(n).shape == (0,)
+        calls.assert_all_near(got, {m: g for m, g in everything.items() if m != n}, 1e-6)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_which_outputs_carry_gradients(name):
+    outputs = calls.run(name, inputs.arguments(name, grad=True))
+    assert {n for n, x in outputs.items() if x.requires_grad} == set(OPS[name].through)
+
+
+def test_attention_target_carries_none():
+    args = inputs.arguments("attention_target")
+    for n in ("q", "kv", "lse"):
+        args[n].requires_grad_()
+    assert not calls.op("attention_target")(*args.values()).requires_grad
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_inputs_are_not_changed(name):
+    args = inputs.arguments(name, grad=True)
+    before = {n: x.detach().clone() for n, x in args.items() if isinstance(x, torch.Tensor)}
+    outputs = calls.run(name, args)
+    calls.gradients(name, args, calls.incoming(name, outputs), outputs)
+    calls.assert_all_equal({n: args[n].detach() for n in before}, before)
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_checkpoint_gives_the_same_gradients(name):
+    from torch.utils.checkpoint import checkpoint
+
+    args = inputs.arguments(name, grad=True)
+    grads = calls.incoming(name, calls.run(name, args))
+    kept = calls.gradients(name, args, grads)
+    outputs = calls.as_tuple(checkpoint(calls.op(name), *args.values(), use_reentrant=False))
+    again = calls.gradients(name, args, grads, dict(zip(OPS[name].outputs, outputs, strict=True)))
+    calls.assert_all_near(again, kept, 1e-6)
