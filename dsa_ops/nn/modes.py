@@ -32,6 +32,8 @@ def set_mode(module: Module, mode: str) -> Module:
 
     Raises ValueError for an unknown mode and where `module` has no `DSAttention`.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"set_mode: module must be a torch.nn.Module, got {type(module).__name__}")
     if mode not in MODES:
         raise ValueError(f"set_mode: mode must be one of {', '.join(MODES)}, got {mode!r}")
     layers = [child for child in module.modules() if isinstance(child, DSAttention)]
