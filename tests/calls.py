@@ -2,12 +2,12 @@
 
 import inspect
 
-import inputs
-import oracle
 import torch
 from hypothesis import HealthCheck, settings
 
 import dsa_ops  # noqa: F401  registers the ops
+import inputs
+import oracle
 
 TOLERANCE = {torch.int32: 0, torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 few = settings(derandomize=True, max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))

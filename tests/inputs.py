@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import oracle
 import torch
+
+import oracle
 
 
 @dataclass(frozen=True)

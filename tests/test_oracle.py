@@ -2,11 +2,12 @@
 
 import math
 
-import inputs
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
+
+import inputs
+import oracle
 
 CAUSAL = torch.zeros(6, dtype=torch.int32), torch.arange(1, 7, dtype=torch.int32)
 

@@ -1,10 +1,11 @@
 """What a row may not see is never read, outputs are fully written, bounds and lengths are clamped."""
 
+import pytest
+import torch
+
 import calls
 import inputs
 import oracle
-import pytest
-import torch
 from inputs import ALL, BACKWARDS, CASES, DIFFERENTIABLE, OPS
 
 NAN = float("nan")

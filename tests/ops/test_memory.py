@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from inputs import OPS
 
 MIB = 1 << 20
@@ -36,7 +37,7 @@ def inputs(op, T, S=1, H=1, D=1, Hi=1, Di=1, K=1):
     return (*index(), q, k, torch.full((T, H), 9.0), *bounds, 0.1, torch.ones(T)), 3
 
 def step(op, **sizes):
-    """Peak bytes over those of the inputs, and bytes of the results, after the forward and after the backward."""
+    # peak bytes over those of the inputs, and bytes of the results, after the forward and after the backward
     args, differentiable = inputs(op, **sizes)
     leaves = [x.requires_grad_() for x in args[:differentiable] if x.is_floating_point()]
     start = peak()

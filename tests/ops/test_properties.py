@@ -2,13 +2,14 @@
 
 import math
 
-import calls
-import inputs
 import pytest
 import torch
-from calls import few
 from hypothesis import given
 from hypothesis import strategies as st
+
+import calls
+import inputs
+from calls import few
 
 SLOTS = ["indexer_scores", "sparse_mla", "attention_target", "indexer_kl"]
 PER_SLOT = {"scores", "target", "indices"}

@@ -1,14 +1,14 @@
 """What every op owes PyTorch: schema, fake, autograd, autocast, FLOP formula, compile. One table, every op in it."""
 
-import calls
-import inputs
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from inputs import ALL, BACKWARDS, CASES, DIFFERENTIABLE, OPS, Case
 from torch.utils.flop_counter import FlopCounterMode
 
+import calls
 import dsa_ops  # noqa: F401
+import inputs
+from inputs import ALL, BACKWARDS, CASES, DIFFERENTIABLE, OPS, Case
 
 OPCHECK = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 OPCHECK_CASES = {
@@ -41,7 +41,7 @@ dsa::dense_indexer_kl(Tensor index_q, Tensor index_k, Tensor index_weights, Tens
 dsa::indexer_scores_backward(Tensor grad_scores, Tensor q, Tensor k, Tensor weights, Tensor indices, bool relu=True, bool need_q=True, bool need_k=True, bool need_weights=True) -> (Tensor grad_q, Tensor grad_k, Tensor grad_weights)
 dsa::sparse_mla_backward(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor kv, Tensor indices, Tensor out, Tensor lse, float softmax_scale, SymInt d_v, Tensor? sink=None, Tensor? topk_length=None, bool need_q=True, bool need_kv=True, bool need_sink=True) -> (Tensor grad_q, Tensor grad_kv, Tensor grad_sink)
 dsa::indexer_kl_backward(Tensor grad_kl, Tensor target, Tensor scores, Tensor indices) -> Tensor
-dsa::dense_indexer_kl_backward(Tensor grad_loss, Tensor index_q, Tensor index_k, Tensor index_weights, Tensor q, Tensor k, Tensor lse, Tensor starts, Tensor ends, float softmax_scale, Tensor row_weight, bool relu=True, SymInt total_heads=0, bool need_q=True, bool need_k=True, bool need_weights=True) -> (Tensor grad_index_q, Tensor grad_index_k, Tensor grad_index_weights)""",
+dsa::dense_indexer_kl_backward(Tensor grad_loss, Tensor index_q, Tensor index_k, Tensor index_weights, Tensor q, Tensor k, Tensor lse, Tensor starts, Tensor ends, float softmax_scale, Tensor row_weight, bool relu=True, SymInt total_heads=0, bool need_q=True, bool need_k=True, bool need_weights=True) -> (Tensor grad_index_q, Tensor grad_index_k, Tensor grad_index_weights)""",  # noqa: E501
     )
 
 

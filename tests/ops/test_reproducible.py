@@ -1,9 +1,10 @@
 """Bits: a result does not depend on the memory budget, on the other rows of the call, or on the run."""
 
-import calls
-import inputs
 import pytest
 import torch
+
+import calls
+import inputs
 from inputs import ALL, BACKWARDS, Case
 
 # Sums over rows; everything else is reproducible bit for bit, whatever the budget.

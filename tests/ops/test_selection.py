@@ -2,14 +2,15 @@
 
 import math
 
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 import calls
 import inputs
 import oracle
-import pytest
-import torch
 from calls import few
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def select(scores, topk, starts=None, ends=None, device="cpu"):

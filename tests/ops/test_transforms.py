@@ -1,11 +1,12 @@
 """vmap is right; second derivatives and forward-mode derivatives are right or an error that names the op."""
 
-import calls
-import inputs
 import pytest
 import torch
-from inputs import BACKWARDS, DIFFERENTIABLE, OPS
 from torch.autograd import forward_ad
+
+import calls
+import inputs
+from inputs import BACKWARDS, DIFFERENTIABLE, OPS
 
 CASE = inputs.Case(dtype=torch.float64)
 B = 3
@@ -54,7 +55,7 @@ def test_backward_through_vmap(name, device):
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_vmap_over_incoming_gradients(name, device):
-    """`is_grads_batched` runs the backward op under vmap, as `torch.autograd.functional.jacobian(vectorize=True)` does."""
+    """`is_grads_batched` runs the backward op under vmap, as a vectorised jacobian does."""
     args = inputs.arguments(name, CASE, device=device, grad=True)
     outputs = calls.run(name, args)
     several = [calls.incoming(name, outputs) for _ in range(B)]

@@ -1,11 +1,12 @@
 """Values and gradients of every op against the float64 oracle."""
 
-import calls
-import inputs
 import pytest
 import torch
-from calls import few
 from hypothesis import given
+
+import calls
+import inputs
+from calls import few
 from inputs import BACKWARDS, CASES, DIFFERENTIABLE, OPS
 
 # In the backward, `out` comes back rounded to its dtype, and so do the gradients.
