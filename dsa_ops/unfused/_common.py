@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MIB = 1 << 20
+CPU_TILE_BYTES, GPU_TILE_BYTES = 4 * MIB, 512 * MIB
 LANES = 16
 
 
 def workspace_bytes(device: torch.device) -> int:
     """Extra memory one call may use: DSA_OPS_WORKSPACE_MB (MiB), default 256 on CPU and 1024 elsewhere.
 
-    The least is one tile: about 4 MiB on CPU and 64 MiB elsewhere, or one query row where that is more.
+    The least is one tile: about 4 MiB on CPU and 512 MiB elsewhere, or one query row where that is more.
     """
     text = os.environ.get("DSA_OPS_WORKSPACE_MB")
     if not text:
@@ -90,6 +91,12 @@ def _blas_strides(x: Tensor) -> Tensor:
     return x if 1 in x.stride()[1:] else x.contiguous()
 
 
+def weighted_sum(weights_CI: Tensor, values_CIK: Tensor) -> Tensor:
+    """sum_i weights[c, i] * values[c, i, k] -> [C, K]."""
+    aligned = pad_width(weights_CI)[:, None, : weights_CI.shape[1]]  # every row begins at a whole lane
+    return torch.bmm(aligned, values_CIK)[:, 0]
+
+
 def relu_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """grad where x > 0 or x is NaN, else 0, in one pass."""
     return torch.ops.aten.threshold_backward(grad, x, 0)
@@ -99,22 +106,21 @@ class SlotTile:
     """Rows [start, stop) of the pack, padded to C, and which key each of their K slots stands for.
 
     Empty slots (id < 0, id >= S, at or past topk_length) must have no effect, not even a NaN in the key they would read.
-    So they read a key that their own row sees anyway, their logits are masked, and what they would scatter goes to a spare
-    row S. Rows without any valid slot read row 0 and their results are replaced.
+    So they stand for a key that their own row sees anyway, their logits are masked, and what they scatter is zero. Rows
+    without any valid slot read row 0, their results are replaced, and they scatter to a spare row S.
     """
 
     def __init__(self, start: int, stop: int, rows: int, indices: Tensor, num_keys: int, topk_length: Tensor | None):
         self.start, self.stop, self.size = start, stop, rows
         ids = pad_rows(indices[start:stop], rows, -1)
-        valid = (ids >= 0) & (ids < num_keys)
+        valid = ids == ids.clamp(0, num_keys - 1)
         if topk_length is not None:
             valid &= torch.arange(ids.shape[1], device=ids.device) < self.rows_of(topk_length)[:, None]
         seen = torch.where(valid, ids, -1).amax(-1, keepdim=True)
         self.valid = valid  # [C, K]
         self.empty_slots = ~valid
         self.empty_rows = seen[:, 0] < 0  # [C]
-        self._read = torch.where(valid, ids, seen.clamp(min=0)).flatten()
-        self._ids = ids
+        self._ids = torch.where(valid, ids, seen.clamp_(min=0))
         self._num_keys = num_keys
 
     def rows_of(self, x: Tensor) -> Tensor:
@@ -127,21 +133,23 @@ class SlotTile:
 
     def gather(self, keys: Tensor) -> Tensor:
         """[C, K, D]: the key of every slot, in the dtype that products are fed with."""
-        rows = keys.index_select(0, self._read).view(*self._ids.shape, keys.shape[1])
+        rows = keys.index_select(0, self._ids.flatten()).view(*self._ids.shape, keys.shape[1])
         return rows.to(operand_dtype(rows.dtype, rows.device))
 
     def scatter_add(self, into: Tensor, values: Tensor) -> None:
-        """into[id] += values for every valid slot, in slot order on CPU; `into` has a spare row at S."""
-        write = torch.where(self.valid, self._ids, self._num_keys)
-        into.index_add_(0, write.flatten(), values.flatten(0, 1))
+        """into[id] += values, which are 0 in empty slots, in slot order on CPU; `into` has a spare row at S."""
+        ids = self._ids.masked_fill(self.empty_rows[:, None], self._num_keys)
+        into.index_add_(0, ids.flatten(), values.flatten(0, 1))
 
 
 def slot_tiles(indices: Tensor, num_keys: int, topk_length: Tensor | None, bytes_per_slot: int) -> Iterator[SlotTile]:
     """Tiles of rows; their number of rows follows from the shapes alone. Slots are padded to a multiple of LANES."""
     rows = indices.shape[0]
     indices = pad_width(indices, -1)
-    on_cpu = indices.device.type == "cpu"  # there a tile that stays in cache is fastest
-    target, most = (4 * MIB, 64) if on_cpu else (64 * MIB, 1024)
+    if indices.device.type == "cpu":  # a tile that stays in cache is fastest
+        target, most = CPU_TILE_BYTES, 64
+    else:  # launches cost more than the work of a small tile
+        target, most = GPU_TILE_BYTES, 1 << (rows - 1).bit_length()
     size = max(1, min(most, target // (bytes_per_slot * indices.shape[1])))
     for start in range(0, rows, size):
         yield SlotTile(start, min(rows, start + size), size, indices, num_keys, topk_length)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from dsa_ops.checks import accumulation_dtype
-from dsa_ops.unfused._common import mm_wide, operand_dtype, pad_rows, pad_width
+from dsa_ops.unfused._common import LANES, mm_wide, operand_dtype, pad_rows, pad_width, weighted_sum
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Tile sizes for a number of heads: a tile's products are about [512, 512] on CPU, [4096, 4096] on CUDA."""
+    """Tile sizes for a number of heads: a tile's products are about [512, 256] on CPU, [8192, 4096] on CUDA."""
 
     rows: int
     keys: int
@@ -25,8 +25,8 @@ class Grid:
     @staticmethod
     def for_heads(heads: int, device: torch.device) -> "Grid":
         if device.type == "cpu":
-            return Grid(rows=max(8, min(128, 512 // heads)), keys=256)
-        return Grid(rows=max(16, min(256, 4096 // heads)), keys=4096)
+            return Grid(rows=max(LANES, min(128, 512 // heads // LANES * LANES)), keys=256)
+        return Grid(rows=max(LANES, min(512, 8192 // heads // LANES * LANES)), keys=4096)
 
 
 @dataclass(frozen=True)
@@ -91,4 +91,4 @@ class IndexRows:
         """[R, N]: the heads' activations, weighted and summed."""
         if self.relu:
             dots_RIN = dots_RIN.relu_() if inplace else dots_RIN.relu()
-        return torch.bmm(self.weights_RI[:, None], dots_RIN)[:, 0]
+        return weighted_sum(self.weights_RI, dots_RIN)

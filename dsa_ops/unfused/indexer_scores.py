@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from dsa_ops.checks import accumulation_dtype
-from dsa_ops.unfused._common import SlotTile, bmm_wide, pad_width, relu_gradient, slot_tiles
+from dsa_ops.unfused._common import SlotTile, bmm_wide, pad_width, relu_gradient, slot_tiles, weighted_sum
 
 
 def _tiles(q: Tensor, k: Tensor, indices: Tensor) -> Iterator[tuple[SlotTile, Tensor, Tensor, Tensor]]:
     """Per tile: queries [C, I, E], gathered keys [C, K, E] and their products [C, I, K]."""
     _, heads, width = q.shape
     k = pad_width(k)
-    for tile in slot_tiles(indices, k.shape[0], None, bytes_per_slot=4 * (width + heads)):
+    for tile in slot_tiles(indices, k.shape[0], None, bytes_per_slot=4 * (width + 2 * heads)):
         keys_CKE = tile.gather(k)
         q_CIE = pad_width(tile.rows_of(q)).to(keys_CKE.dtype)
         yield tile, q_CIE, keys_CKE, bmm_wide(q_CIE, keys_CKE.transpose(1, 2))
@@ -30,7 +30,7 @@ def indexer_scores_unfused(q: Tensor, k: Tensor, weights: Tensor, indices: Tenso
         return scores.fill_(-torch.inf)
     for tile, _, _, dots_CIK in _tiles(q, k, indices):
         act_CIK = dots_CIK.relu_() if relu else dots_CIK
-        scores_CK = torch.bmm(tile.rows_of(weights)[:, None].to(acc), act_CIK)[:, 0]
+        scores_CK = weighted_sum(tile.rows_of(weights).to(acc), act_CIK)
         tile.store(scores, scores_CK.masked_fill_(tile.empty_slots, -torch.inf)[:, :slots])
     return scores
 

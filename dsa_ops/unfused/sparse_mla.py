@@ -15,14 +15,19 @@ from dsa_ops.unfused._common import SlotTile, bmm_wide, pad_width, slot_tiles, w
 def attention_tiles(
     q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None, softmax_scale: float
 ) -> Iterator[tuple[SlotTile, Tensor, Tensor, Tensor]]:
-    """Per tile: queries [C, H, D], gathered keys [C, K, D] and scaled logits [C, H, K], -inf in empty slots."""
+    """Per tile: queries [C, H, D], gathered keys [C, K, D] and scaled logits [C, H, K], -inf in empty slots.
+
+    The logits of rows without a valid slot are -inf or NaN.
+    """
     _, heads, width = q.shape
     kv = pad_width(kv)
-    for tile in slot_tiles(indices, kv.shape[0], topk_length, bytes_per_slot=4 * (width + heads)):
+    for tile in slot_tiles(indices, kv.shape[0], topk_length, bytes_per_slot=4 * (width + 2 * heads)):
         keys_CKD = tile.gather(kv)
         q_CHD = pad_width(tile.rows_of(q)).to(keys_CKD.dtype)
-        logits_CHK = bmm_wide(q_CHD, keys_CKD.transpose(1, 2)).mul_(softmax_scale)
-        yield tile, q_CHD, keys_CKD, logits_CHK.masked_fill_(tile.empty_slots[:, None], -torch.inf)
+        logits_CHK = bmm_wide(q_CHD, keys_CKD.transpose(1, 2))
+        mask_CK = torch.zeros_like(tile.valid, dtype=logits_CHK.dtype).masked_fill_(tile.empty_slots, -torch.inf)
+        torch.add(mask_CK[:, None], logits_CHK, alpha=softmax_scale, out=logits_CHK)
+        yield tile, q_CHD, keys_CKD, logits_CHK
 
 
 def weights_from(logits_CHK: Tensor, norm_CH: Tensor) -> Tensor:
@@ -49,9 +54,13 @@ def sparse_mla_unfused(
         return out.zero_(), lse.fill_(-torch.inf)
     value = slice(whole_lanes(d_v))  # cut to d_v when stored
     for tile, _, keys_CKD, logits_CHK in attention_tiles(q, kv, indices, topk_length, softmax_scale):
-        lse_CH = torch.logsumexp(logits_CHK, -1)
-        p_CHK = weights_from(logits_CHK, _with_sink(lse_CH, sink))
+        largest_CH = logits_CHK.amax(-1)
+        p_CHK = torch.softmax(logits_CHK, -1)
+        # the largest weight is exp(largest - lse): cheaper than a logsumexp of its own
+        lse_CH = (largest_CH - p_CHK.amax(-1).log_()).masked_fill_(tile.empty_rows[:, None], -torch.inf)
         out_CHV = bmm_wide(p_CHK.to(keys_CKD.dtype), keys_CKD[..., value])[..., :d_v]
+        if sink is not None:
+            out_CHV = out_CHV * torch.exp(lse_CH - _with_sink(lse_CH, sink))[..., None]
         tile.store(out, out_CHV.masked_fill(tile.empty_rows[:, None, None], 0))
         tile.store(lse, lse_CH)
     return out, lse
@@ -75,10 +84,11 @@ def sparse_mla_backward_unfused(
 ) -> tuple[Tensor, Tensor, Tensor]:
     acc = accumulation_dtype(q.dtype)
     num_keys, width = kv.shape
+    heads = q.shape[1]
     need_sink = need_sink and sink is not None
     grad_q = q.new_zeros(q.shape if need_q else 0)
-    grad_kv = q.new_zeros((num_keys + 1, width) if need_kv else 0, dtype=acc)  # row S collects empty slots
-    grad_sink = q.new_zeros(q.shape[1] if need_sink else 0, dtype=acc)
+    grad_kv = q.new_zeros((num_keys + 1, width) if need_kv else 0, dtype=acc)  # row S collects rows without keys
+    grad_sink = q.new_zeros(heads if need_sink else 0, dtype=acc)
     tiles = attention_tiles(q, kv, indices, topk_length, softmax_scale) if num_keys else ()
     for tile, q_CHD, keys_CKD, logits_CHK in tiles:
         lse_CH = tile.rows_of(lse)
@@ -102,16 +112,23 @@ def sparse_mla_backward_unfused(
             weights_CHK = p_CHK if p_lse_CHK is None else p_lse_CHK
             grad_logits_CHK.addcmul_(weights_CHK, tile.rows_of(grad_lse).to(acc)[..., None])
         # not a product with zero: the incoming gradients of empty rows and slots may hold anything
-        grad_logits_CHK.masked_fill_(tile.empty_slots[:, None], 0).mul_(softmax_scale)
-        grad_logits_CHK = grad_logits_CHK.to(keys_CKD.dtype)
+        grad_logits_CHK.masked_fill_(tile.empty_slots[:, None], 0)
+        # one product for both ways into a key: as key, dS^T q, and as value, P^T dO
+        ways = 1 if grad_out is None else 2
+        weights_CWK = keys_CKD.new_empty(tile.size, ways * heads, logits_CHK.shape[2])
+        torch.mul(grad_logits_CHK, softmax_scale, out=grad_logits_CHK)
+        weights_CWK[:, :heads] = grad_logits_CHK
         if need_q:
-            grad_q_CHD = bmm_wide(grad_logits_CHK, keys_CKD)[..., :width]
+            grad_q_CHD = bmm_wide(weights_CWK[:, :heads], keys_CKD)[..., :width]
             tile.store(grad_q, grad_q_CHD.masked_fill(tile.empty_rows[:, None, None], 0))
         if need_kv:
-            grad_keys_CKD = bmm_wide(grad_logits_CHK.transpose(1, 2), q_CHD)
+            sources_CWD = q_CHD
             if grad_out is not None:
-                grad_values_CKV = bmm_wide(p_CHK.to(keys_CKD.dtype).transpose(1, 2), grad_out_CHV)
-                grad_keys_CKD[..., : grad_values_CKV.shape[-1]] += grad_values_CKV
+                weights_CWK[:, heads:] = p_CHK
+                sources_CWD = q_CHD.new_zeros(tile.size, 2 * heads, q_CHD.shape[2])
+                sources_CWD[:, :heads] = q_CHD
+                sources_CWD[:, heads:, : grad_out_CHV.shape[2]] = grad_out_CHV
+            grad_keys_CKD = bmm_wide(weights_CWK.transpose(1, 2), sources_CWD)
             tile.scatter_add(grad_kv, grad_keys_CKD[..., :width])
     grad_kv = grad_kv[:num_keys].to(kv.dtype, copy=True) if need_kv else kv.new_empty(0)
     return grad_q, grad_kv, grad_sink.to(sink.dtype if sink is not None else q.dtype)
