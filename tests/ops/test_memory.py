@@ -10,8 +10,6 @@ import pytest
 from inputs import OPS
 
 MIB = 1 << 20
-BUDGET = 256 * MIB  # the default on CPU
-SLACK = 64 * MIB  # allocator, GEMM buffers, code that is loaded on first use
 
 SCRIPT = """
 import json, resource, sys
@@ -74,26 +72,27 @@ LARGE = {
 }
 
 
-def assert_bounded(op, sizes):
-    env = {n: v for n, v in os.environ.items() if n != "DSA_OPS_WORKSPACE_MB"}
+def assert_bounded(op, sizes, budget_mib=256, slack_mib=64):
+    """The slack is for the allocator, GEMM buffers and code that is loaded on first use."""
+    env = {**os.environ, "DSA_OPS_WORKSPACE_MB": str(budget_mib)}
     command = [sys.executable, "-c", SCRIPT, json.dumps([op, sizes])]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr
     for extra, results in json.loads(done.stdout):
         print(f"{op}: {extra / MIB:.0f} MiB at the peak, {results / MIB:.0f} MiB of them results")
-        assert extra < BUDGET + SLACK + 2 * results  # a gradient and its float32 accumulator
+        assert extra < (budget_mib + slack_mib) * MIB + 2 * results  # a gradient and its float32 accumulator
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_peak_memory(op):
+    """With the default budget on CPU."""
     sizes, elements = LARGE[op]
     assert elements * 4 > 4 << 30
     assert_bounded(op, sizes)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("op", ["indexer_topk", "dense_indexer_kl"])
 def test_peak_memory_with_very_many_keys(op):
-    """Half a million keys and one head, which makes row tiles tall."""
-    assert_bounded(op, dict(T=8, S=1 << 19, Di=4, H=1, D=4, K=64))
+    """One head makes row tiles tall: a few rows of a tile by all the keys would not fit this budget."""
+    assert_bounded(op, dict(T=8, S=1 << 17, Di=4, H=1, D=4, K=64), budget_mib=32, slack_mib=32)

@@ -1,0 +1,235 @@
+"""Which backend runs, how the choice is forced, and that every refusal has a reason."""
+
+import warnings
+
+import pytest
+import torch
+
+import calls
+import dsa_ops
+import inputs
+from dsa_ops import dispatch
+from inputs import ALL, OPS
+from test_api import call
+
+SPARSE = ("q", "kv", "indices", "softmax_scale", "d_v")
+
+
+@pytest.fixture(autouse=True)
+def nothing_forced(monkeypatch):
+    monkeypatch.delenv("DSA_OPS_BACKEND", raising=False)
+
+
+def explain(name, device="cpu", **changes):
+    args = inputs.arguments(name, device=device, **changes)
+    if name not in OPS:
+        return dsa_ops.explain(name, *args.values())
+    positional = [args.pop(n) for n in list(args)[: {"sparse_mla": 5, "indexer_kl": 3}.get(name, 3)]]
+    return dsa_ops.explain(name, *positional, **args)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_explain(name):
+    found = explain(name)
+    assert (found.op, found.backend, found.kernel) == (name, "unfused", None)
+    assert found.refusals and all("cpu" in reason for reason in found.refusals.values())
+    assert str(found).splitlines()[0] == f"dsa::{name} runs unfused"
+
+
+def test_explain_runs_nothing():
+    args = inputs.arguments("sparse_mla", optional=False)
+    args["indices"] = torch.full_like(args["indices"], 9)  # the op itself would raise an IndexError
+    dsa_ops.explain("sparse_mla", *(args[n] for n in SPARSE))
+
+
+def test_explain_of_batched_tensors():
+    q, kv, ids = torch.randn(2, 3, 1, 4), torch.randn(2, 5, 4), torch.zeros(2, 3, 2, dtype=torch.int64)
+    assert dsa_ops.explain("sparse_mla", q, kv, ids).backend == "unfused"
+
+
+def test_explain_of_an_unknown_op():
+    with pytest.raises(ValueError, match=r"explain: op must be one of .*sparse_mla.*got 'sparse_attention'"):
+        dsa_ops.explain("sparse_attention")
+
+
+@pytest.mark.parametrize("how", ["context", "environment"])
+def test_a_forced_backend_that_cannot_serve_raises_with_the_reason(how, monkeypatch):
+    args = inputs.arguments("sparse_mla")
+    if how == "environment":
+        monkeypatch.setenv("DSA_OPS_BACKEND", "tilelang")
+        with pytest.raises(RuntimeError, match=r"dsa::sparse_mla: backend 'tilelang' .*on cpu"):
+            call("sparse_mla", args)
+    else:
+        with dsa_ops.backend("tilelang"), pytest.raises(RuntimeError, match=r"dsa::sparse_mla: backend 'tilelang'"):
+            calls.run("sparse_mla", args)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_forced_unfused_equals_auto(name):
+    args = inputs.arguments(name)
+    want = calls.run(name, args)
+    with dsa_ops.backend("unfused"):
+        calls.assert_all_equal(calls.run(name, args), want)
+        assert explain(name).refusals == {"tilelang": "the unfused backend is forced"}
+
+
+def test_context_wins_over_the_environment_and_nests(monkeypatch):
+    monkeypatch.setenv("DSA_OPS_BACKEND", "tilelang")
+    assert dispatch.requested_backend() == "tilelang"
+    with dsa_ops.backend("unfused"):
+        assert dispatch.requested_backend() == "unfused"
+        with dsa_ops.backend("auto"):
+            assert dispatch.requested_backend() == "auto"
+        assert dispatch.requested_backend() == "unfused"
+    assert dispatch.requested_backend() == "tilelang"
+
+
+def test_context_ends_with_an_exception():
+    with pytest.raises(KeyError), dsa_ops.backend("unfused"):
+        raise KeyError
+    assert dispatch.requested_backend() == "auto"
+
+
+def test_unknown_backends(monkeypatch):
+    with pytest.raises(ValueError, match=r"backend: name must be one of auto, tilelang, unfused, got 'cuda'"):
+        dsa_ops.backend("cuda")
+    monkeypatch.setenv("DSA_OPS_BACKEND", "cuda")
+    with pytest.raises(ValueError, match=r"DSA_OPS_BACKEND must be one of .*got 'cuda'"):
+        calls.run("sparse_mla", inputs.arguments("sparse_mla"))
+
+
+def test_forward_and_backward_choose_each_for_itself():
+    args = inputs.arguments("sparse_mla", grad=True)
+    out = calls.run("sparse_mla", args)["out"]
+    with (
+        dsa_ops.backend("tilelang"),
+        pytest.raises(RuntimeError, match=r"dsa::sparse_mla_backward: backend 'tilelang'"),
+    ):
+        out.sum().backward()
+    out.sum().backward()
+
+
+def test_the_choice_reaches_a_compiled_function_from_outside():
+    args = inputs.arguments("sparse_mla")
+    compiled = torch.compile(calls.op("sparse_mla"), fullgraph=True, backend="aot_eager")
+    compiled(*args.values())
+    with dsa_ops.backend("tilelang"), pytest.raises(RuntimeError, match="backend 'tilelang'"):
+        compiled(*args.values())
+
+
+def test_context_inside_a_compiled_function_raises():
+    def f(*args):
+        with dsa_ops.backend("unfused"):
+            return calls.op("sparse_mla")(*args)
+
+    with pytest.raises(Exception, match="inside a compiled function"):
+        torch.compile(f, fullgraph=True, backend="eager")(*inputs.arguments("sparse_mla").values())
+
+
+# ---- the table, with kernels that exist for the test only ------------------------------------------------------------
+
+
+class FakeKernel:
+    """What a module of csrc_tilelang offers."""
+
+    def __init__(self, refusal=None):
+        self.refusal, self.launched = refusal, 0
+
+    def refuse(self, *args):
+        return self.refusal
+
+    def launch(self, *args):
+        self.launched += 1
+        return torch.full((7, 3, 5), 2.0), torch.zeros(7, 3)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Installs kernels for sparse_mla that are asked wherever the tensors are; on a CPU only when TileLang is forced."""
+
+    def install(**modules):
+        table = tuple(dispatch.Kernel(name, name) for name in modules)
+        monkeypatch.setitem(dispatch.KERNELS, "sparse_mla", table)
+        monkeypatch.setattr(dispatch, "_backend_refusal", lambda op, device: None)
+        monkeypatch.setattr(dispatch, "_kernel_module", lambda kernel: modules[kernel.name])
+
+    return install
+
+
+def test_the_first_kernel_that_says_yes_runs(kernels):
+    no, yes, late = FakeKernel("K is odd"), FakeKernel(), FakeKernel()
+    kernels(wide=no, narrow=yes, other=late)
+    with dsa_ops.backend("tilelang"):
+        out, _ = calls.op("sparse_mla")(*inputs.arguments("sparse_mla").values())
+    assert (out == 2).all() and (no.launched, yes.launched, late.launched) == (0, 1, 0)
+    found = explain("sparse_mla")
+    assert (found.backend, found.kernel, found.refusals) == ("tilelang", "narrow", {"wide": "K is odd"})
+    assert "narrow" in str(found) and "K is odd" in str(found)
+
+
+def test_when_every_kernel_refuses_the_call_runs_unfused(kernels, monkeypatch):
+    args = inputs.arguments("sparse_mla")
+    kernels(wide=FakeKernel("K is odd"), broken="broken cannot be imported: ImportError: no libcuda")
+    monkeypatch.setattr(dispatch, "_warned", set())
+    with pytest.warns(UserWarning, match=r"dsa::sparse_mla runs unfused on CUDA: wide: K is odd; broken: .*no libcuda"):
+        assert dispatch.run("sparse_mla", lambda *a: "unfused", tuple(args.values()), True) == "unfused"
+    with dsa_ops.backend("tilelang"), pytest.raises(RuntimeError, match=r"wide: K is odd; broken: .*no libcuda"):
+        calls.run("sparse_mla", args)
+
+
+def test_forced_unfused_asks_no_kernel(kernels):
+    yes = FakeKernel()
+    kernels(wide=yes)
+    with dsa_ops.backend("unfused"):
+        calls.run("sparse_mla", inputs.arguments("sparse_mla"))
+    assert yes.launched == 0
+
+
+def test_a_kernel_that_cannot_be_imported_is_a_reason():
+    assert "cannot be imported" in dispatch._kernel_module(dispatch.Kernel("ghost", "csrc_tilelang.no_such_file"))
+
+
+def test_a_fallback_on_a_gpu_warns_once_per_reason(monkeypatch):
+    monkeypatch.setattr(dispatch, "_warned", set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for reason in ("a", "a", "b"):
+            dispatch._warn_once("sparse_mla", reason)
+    assert [str(w.message) for w in caught] == [f"dsa::sparse_mla runs unfused on CUDA: {r}" for r in "ab"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ALL)
+def test_explain_on_cuda(name):
+    found = explain(name, device="cuda")
+    assert found.backend == "tilelang" or found.refusals
+
+
+def test_refusals_on_cuda_name_their_reason(monkeypatch):
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(dispatch, "_tilelang_missing", lambda: "tilelang is not installed")
+    assert dispatch._backend_refusal("sparse_mla", cuda) == "tilelang is not installed"
+    monkeypatch.setattr(dispatch, "_tilelang_missing", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert "8.0" in dispatch._backend_refusal("sparse_mla", cuda)
+
+
+# ---- warmup ----------------------------------------------------------------------------------------------------------
+
+
+def test_warmup_reports_every_op():
+    report = dsa_ops.warmup(heads=16, index_heads=8, device="cpu")
+    assert set(report) == set(ALL) and all("cpu" in reason for reason in report.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"heads": 0}, "heads must be an integer of at least 1, got 0"),
+        ({"index_heads": 1.5}, "index_heads must be an integer of at least 1, got 1.5"),
+        ({"v_dim": 600}, "v_dim must be at most head_dim = 576, got 600"),
+    ],
+)
+def test_warmup_with_bad_widths(changes, text):
+    with pytest.raises(ValueError, match=f"warmup: {text}"):
+        dsa_ops.warmup(**{"heads": 16, "index_heads": 8, **changes})
