@@ -1,5 +1,6 @@
 """DeepSeek Sparse Attention for training, as PyTorch operators (torch.ops.dsa.*)."""
 
+from dsa_ops import layouts, nn
 from dsa_ops.api import (
     attention_target,
     dense_indexer_kl,
@@ -10,6 +11,7 @@ from dsa_ops.api import (
     sparse_mla,
 )
 from dsa_ops.dispatch import Explanation, backend, warmup
+from dsa_ops.losses import attach_loss, indexer_loss
 from dsa_ops.results import DenseIndexerKLOutput, IndexerTopkOutput, SparseMLAOutput
 
 __version__ = "0.1.0"
@@ -19,13 +21,17 @@ __all__ = [
     "Explanation",
     "IndexerTopkOutput",
     "SparseMLAOutput",
+    "attach_loss",
     "attention_target",
     "backend",
     "dense_indexer_kl",
     "explain",
     "indexer_kl",
+    "indexer_loss",
     "indexer_scores",
     "indexer_topk",
+    "layouts",
+    "nn",
     "sparse_mla",
     "warmup",
 ]

@@ -127,7 +127,8 @@ def _bounds(op: str, starts, ends, q: Tensor, rows: int, keys: int, batch: _Batc
     if starts is None and ends is None:
         if rows != keys:
             raise ValueError(
-                f"{op}: starts and ends must be given unless there are as many query rows as keys, got {rows} and {keys}"
+                f"{op}: starts and ends must be given unless there are as many keys as query rows, "
+                f"got {rows} rows and {keys} keys"
             )
         ends = torch.arange(1, rows + 1, device=q.device, dtype=torch.int32)
         if batch is None:
@@ -202,9 +203,9 @@ def indexer_topk(
     Args:
         q [T, Hi, Di]: index queries, any floating dtype. Batched: [B, L, Hi, Di].
         k [S, Di]: index keys, same dtype. Batched: [B, M, Di].
-        weights [T, Hi]: head weights, q's dtype or float32; any further scale (Hi**-0.5 * Di**-0.5) is folded in here.
-        starts, ends [T]: int32 or int64; row t sees keys starts[t] <= s < ends[t], clamped to [0, S]. Both None: causal,
-            which needs T == S. Batched: [B, L], local to the sequence.
+        weights [T, Hi]: head weights, q's dtype or float32; fold any further scale (Hi**-0.5 * Di**-0.5) in here.
+        starts, ends [T]: int32 or int64; row t sees keys starts[t] <= s < ends[t], clamped to [0, S]. Both None:
+            causal, which needs T == S. Batched: [B, L], local to the sequence.
         topk: slots per row (K), at least 1; may exceed S.
         relu: apply relu (gradient 0 at 0) to each head's product.
 
@@ -214,11 +215,13 @@ def indexer_topk(
         NaN above everything, -0.0 equal to +0.0, ties to the lower id; a visible key with score -inf comes last but
         counts. Exact for every distribution, equal from run to run and for every memory budget.
 
-    Differentiable in q, k and weights, through scores. grad k is summed in an order that can vary from run to run on CUDA
-    unless torch.use_deterministic_algorithms(True) is set. Second and forward-mode derivatives raise RuntimeError.
+    Differentiable in q, k and weights, through scores. grad k is summed in an order that can vary from run to run on
+    CUDA unless torch.use_deterministic_algorithms(True) is set. Second and forward-mode derivatives raise
+    RuntimeError.
 
     Raises:
-        ValueError, TypeError: a shape, device or dtype does not fit; the message names the argument, what fits, what came.
+        ValueError, TypeError: a shape, device or dtype does not fit; the message names the argument, what was expected
+            and what came.
 
     Source: DeepSeek-V3.2 technical report, section 2.1, equation 1.
     """
@@ -295,7 +298,8 @@ def sparse_mla(
 
     Args:
         q [T, H, D]: queries, any floating dtype. Batched: [B, L, H, D].
-        kv [S, D]: latent rows, key and value at once; the value is the first Dv columns. Same dtype. Batched: [B, M, D].
+        kv [S, D]: latent rows, key and value at once; the value is the first Dv columns. Same dtype.
+            Batched: [B, M, D].
         indices [T, K]: int32 or int64 key rows. A slot < 0, or at or past topk_length[t], is empty; an id >= S too, on
             CUDA. An id listed twice counts twice. Batched: [B, L, K], local ids.
         softmax_scale: multiplies q . kv before the softmax; default D ** -0.5. A compiled caller recompiles per value.
@@ -307,12 +311,13 @@ def sparse_mla(
         SparseMLAOutput(out [T, H, Dv] in q's dtype, lse [T, H] float32, float64 for float64 q): lse is the natural
         logarithm of the sum over the selected keys, scale included, sink excluded. Rows without keys: out 0, lse -inf.
 
-    Differentiable in q, kv and sink, through out and lse. grad kv and grad sink are summed in an order that can vary from
-    run to run on CUDA unless torch.use_deterministic_algorithms(True) is set. Second and forward-mode derivatives raise
-    RuntimeError.
+    Differentiable in q, kv and sink, through out and lse. grad kv and grad sink are summed in an order that can vary
+    from run to run on CUDA unless torch.use_deterministic_algorithms(True) is set. Second and forward-mode derivatives
+    raise RuntimeError.
 
     Raises:
-        ValueError, TypeError: a shape, device or dtype does not fit; the message names the argument, what fits, what came.
+        ValueError, TypeError: a shape, device or dtype does not fit; the message names the argument, what was expected
+            and what came.
         IndexError: an id >= S in a slot in use, on CPU (on CUDA with DSA_OPS_VALIDATE=1, which syncs).
 
     Source: DeepSeek-V3.2 technical report, section 2.1, equation 2; multi-head latent attention in its absorbed form
@@ -357,7 +362,8 @@ def attention_target(
         lse [T, H]: what `sparse_mla` returned for them; float32, float64 for float64 q. Batched: [B, L, H].
 
     Returns:
-        target [T, K] in lse's dtype, 0 in empty slots; not normalised, so that tensor-parallel ranks can be summed first.
+        target [T, K] in lse's dtype, 0 in empty slots; not normalised, so that tensor-parallel ranks can be summed
+        first.
 
     Not differentiable: the teacher gets no gradient.
 
@@ -475,16 +481,17 @@ def dense_indexer_kl(
         lse [T, H]: full attention's own, over exactly the visible keys, sink left out; float32, float64 for float64 q.
         starts, ends: as for `indexer_topk`.
         softmax_scale: default D ** -0.5.
-        row_weight [T]: what each row's kl counts in the loss; default one over the number of rows. A row of weight 0 has
-            no part in loss and gradients, whatever its kl.
+        row_weight [T]: what each row's kl counts in the loss; default one over the number of rows. A row of weight 0
+            has no part in loss and gradients, whatever its kl.
         relu: as for `indexer_topk`.
-        total_heads: attention heads over all tensor-parallel ranks; 0 means H. With more than H the op gives this rank's
-            share: the cross entropy without the entropy term, and gradients that sum over the ranks to the exact ones.
+        total_heads: attention heads over all tensor-parallel ranks; 0 means H. With more than H the op gives this
+            rank's share: the cross entropy without the entropy term, and gradients that sum over the ranks to the
+            exact ones.
         Batched: [B, L, ...] for queries, lse, bounds and row_weight, [B, M, ...] for keys.
 
     Returns:
-        DenseIndexerKLOutput(loss [] = sum_t row_weight[t] * kl[t], kl [T]), float32 (float64 for float64), in nats. Rows
-        without a visible key give 0.
+        DenseIndexerKLOutput(loss [] = sum_t row_weight[t] * kl[t], kl [T]), float32 (float64 for float64), in nats.
+        Rows without a visible key give 0.
 
     Differentiable in index_q, index_k and index_weights, through loss alone. Second and forward-mode derivatives raise
     RuntimeError.
@@ -526,8 +533,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> dispatch.Explanation:
     """Which backend and kernel a call would run on, and why each other one refuses; nothing is run.
 
     Args:
-        op: name of a public function ("sparse_mla"), whose arguments follow, or of a backward op ("sparse_mla_backward"),
-            with the arguments of torch.ops.dsa.<op>.
+        op: name of a public function ("sparse_mla"), whose arguments follow, or of a backward op
+            ("sparse_mla_backward"), with the arguments of torch.ops.dsa.<op>.
 
     Returns:
         Explanation(op, backend, kernel, refusals); `print` it for a readable answer.

@@ -1,8 +1,8 @@
 """Which implementation runs a call: the one place that decides.
 
-For every op there is a table of fused kernels. A call walks its op's kernels in order; each says yes, or no with a reason
-in words. The first yes runs, otherwise the unfused implementation. Decisions read shapes, dtypes, strides, addresses,
-device and capability only: no host sync, nothing data-dependent.
+For every op there is a table of fused kernels. A call walks its op's kernels in order; each says yes, or no with a
+reason in words. The first yes runs, otherwise the unfused implementation. Decisions read shapes, dtypes, strides,
+addresses, device and capability only: no host sync, nothing data-dependent.
 """
 
 import contextlib
@@ -79,9 +79,9 @@ def _force(name: str) -> Iterator[None]:
 def backend(name: str) -> contextlib.AbstractContextManager[None]:
     """Force a backend inside a `with` block: "auto", "tilelang" or "unfused".
 
-    Process-wide, and read when an op runs: forward and backward each for itself. A forced backend that cannot serve a call
-    raises RuntimeError with the reason. Inside a compiled function it raises RuntimeError, since the graph would not
-    keep it: put the `with` around the call of the compiled function.
+    Process-wide, and read when an op runs: forward and backward each for itself. A forced backend that cannot serve a
+    call raises RuntimeError with the reason. Inside a compiled function it raises RuntimeError, since the graph would
+    not keep it: put the `with` around the call of the compiled function.
     """
     if torch.compiler.is_compiling():
         raise RuntimeError("dsa_ops.backend cannot be used inside a compiled function; put it around the call")
@@ -119,7 +119,7 @@ def _backend_refusal(op: str, device: torch.device) -> str | None:
 
 
 def choose(op: str, args: tuple) -> tuple[str | None, Callable | None, dict[str, str]]:
-    """(name, launcher) of the kernel that serves the call, (None, None) for unfused, and every refusal with its reason."""
+    """Name and launcher of the kernel that serves the call, None for unfused; and every refusal with its reason."""
     device = next(a.device for a in args if isinstance(a, Tensor))
     if reason := _backend_refusal(op, device):
         return None, None, {"tilelang": reason}

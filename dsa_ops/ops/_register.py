@@ -1,7 +1,7 @@
-"""What every op file repeats: custom op, fake, autocast rule, vmap rule, FLOP formula, and the errors of higher-order AD.
+"""What every op file repeats: custom op, fake, autocast rule, vmap rule, FLOP formula, errors of higher-order AD.
 
-An op is a schema, a check function, an unfused implementation and a function for the shapes of its results. The body that
-PyTorch calls is the same on every device: check, validate ids, then `dispatch.run`.
+An op is a schema, a check function, an unfused implementation and a function for the shapes of its results. The body
+that PyTorch calls is the same on every device: check, validate ids, then `dispatch.run`.
 """
 
 import functools
@@ -93,7 +93,7 @@ def _refuse_tangents(name: str, args: tuple) -> None:
     # the default registration would return a zero tangent without a word
     for a in args:
         if isinstance(a, Tensor) and a.is_floating_point() and forward_ad.unpack_dual(a).tangent is not None:
-            raise RuntimeError(f"dsa::{name} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad)")
+            raise RuntimeError(f"dsa::{name} has no forward-mode derivative (jvp, dual tensors)")
 
 
 def _autocast(overload, device: str, cast: tuple[int, ...], *args):

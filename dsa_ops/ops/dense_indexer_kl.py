@@ -14,8 +14,9 @@ def _outputs(index_q, *_):
 
 _op = register_op(
     "dense_indexer_kl",
-    "(Tensor index_q, Tensor index_k, Tensor index_weights, Tensor q, Tensor k, Tensor lse, Tensor starts, Tensor ends, "
-    "float softmax_scale, Tensor row_weight, bool relu=True, SymInt total_heads=0) -> (Tensor loss, Tensor kl)",
+    "(Tensor index_q, Tensor index_k, Tensor index_weights, Tensor q, Tensor k, Tensor lse, Tensor starts, "
+    "Tensor ends, float softmax_scale, Tensor row_weight, bool relu=True, SymInt total_heads=0) "
+    "-> (Tensor loss, Tensor kl)",
     check=check_dense_indexer_kl,
     outputs=_outputs,
     unfused=dense_indexer_kl_unfused,

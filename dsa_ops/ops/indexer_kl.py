@@ -10,9 +10,7 @@ _op = register_op(
     "indexer_kl",
     "(Tensor target, Tensor scores, Tensor indices) -> Tensor",
     check=check_indexer_kl,
-    outputs=lambda target, scores, indices: target.new_empty(
-        target.shape[0], dtype=accumulation_dtype(target.dtype)
-    ),
+    outputs=lambda target, scores, indices: target.new_empty(target.shape[0], dtype=accumulation_dtype(target.dtype)),
     unfused=indexer_kl_unfused,
     flops=lambda target, scores, indices: 6 * target[0] * target[1],
 )

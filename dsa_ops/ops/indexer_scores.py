@@ -1,4 +1,7 @@
-"""dsa::indexer_scores and dsa::indexer_scores_backward, which serves dsa::indexer_topk too. Meaning: api.indexer_scores."""
+"""dsa::indexer_scores, and dsa::indexer_scores_backward, which serves dsa::indexer_topk too.
+
+Meaning: api.indexer_scores.
+"""
 
 import torch
 
@@ -38,9 +41,7 @@ _backward_op = register_op(
     "(Tensor grad_scores, Tensor q, Tensor k, Tensor weights, Tensor indices, bool relu=True, bool need_q=True, "
     "bool need_k=True, bool need_weights=True) -> (Tensor grad_q, Tensor grad_k, Tensor grad_weights)",
     check=check_indexer_scores_backward,
-    validate=lambda grad_scores, q, k, weights, indices, *_: check_ids(
-        "indexer_scores_backward", indices, k.shape[0]
-    ),
+    validate=lambda grad_scores, q, k, weights, indices, *_: check_ids("indexer_scores_backward", indices, k.shape[0]),
     outputs=_backward_outputs,
     unfused=indexer_scores_backward_unfused,
     flops=_backward_flops,
@@ -53,9 +54,7 @@ def scores_gradients(ctx, grad_scores):
     if grad_scores is None or not any(ctx.needs):
         return None, None, None
     q, k, weights, indices = ctx.saved_tensors
-    grads = torch.ops.dsa.indexer_scores_backward.default(
-        grad_scores, q, k, weights, indices, ctx.relu, *ctx.needs
-    )
+    grads = torch.ops.dsa.indexer_scores_backward.default(grad_scores, q, k, weights, indices, ctx.relu, *ctx.needs)
     return tuple(grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
 
 

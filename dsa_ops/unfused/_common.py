@@ -1,8 +1,9 @@
-"""Shared by the unfused implementations: memory budget, wide products, and tiles of query rows with their gathered slots.
+"""Shared by the unfused implementations: memory budget, wide products, tiles of query rows with their gathered slots.
 
 Results that the contract calls reproducible have the same bits whatever the memory budget and whatever rows a row is
-computed with. BLAS picks its code by shape and alignment, so every product runs on tiles of one shape, padded at the edges,
-and of widths that are a multiple of LANES.
+computed with. BLAS picks its code by shape and alignment, so every product runs on tiles of one shape, padded at the
+edges, and of widths that are a multiple of LANES. Off the CPU the tiles of gathered slots are the exception: they must
+be large to hide the launches, so they shrink with the budget and with T, and last bits may follow.
 
 T query rows, S keys, K slots, C rows of one tile.
 """
@@ -16,14 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MIB = 1 << 20
-CPU_TILE_BYTES, GPU_TILE_BYTES = 4 * MIB, 512 * MIB
+CPU_TILE_BYTES, GPU_TILE_BYTES = 4 * MIB, 896 * MIB
 LANES = 16
 
 
 def workspace_bytes(device: torch.device) -> int:
     """Extra memory one call may use: DSA_OPS_WORKSPACE_MB (MiB), default 256 on CPU and 1024 elsewhere.
 
-    The least is one tile: about 4 MiB on CPU and 512 MiB elsewhere, or one query row where that is more.
+    The least is one tile: about 4 MiB on CPU, and everywhere what one query row needs.
     """
     text = os.environ.get("DSA_OPS_WORKSPACE_MB")
     if not text:
@@ -105,9 +106,9 @@ def relu_gradient(grad: Tensor, x: Tensor) -> Tensor:
 class SlotTile:
     """Rows [start, stop) of the pack, padded to C, and which key each of their K slots stands for.
 
-    Empty slots (id < 0, id >= S, at or past topk_length) must have no effect, not even a NaN in the key they would read.
-    So they stand for a key that their own row sees anyway, their logits are masked, and what they scatter is zero. Rows
-    without any valid slot read row 0, their results are replaced, and they scatter to a spare row S.
+    Empty slots (id < 0, id >= S, at or past topk_length) must have no effect, not even a NaN in the key they would
+    read. So they stand for a key that their own row sees anyway, their logits are masked, and what they scatter is
+    zero. Rows without any valid slot read row 0, their results are replaced, and they scatter to a spare row S.
     """
 
     def __init__(self, start: int, stop: int, rows: int, indices: Tensor, num_keys: int, topk_length: Tensor | None):
@@ -143,13 +144,23 @@ class SlotTile:
 
 
 def slot_tiles(indices: Tensor, num_keys: int, topk_length: Tensor | None, bytes_per_slot: int) -> Iterator[SlotTile]:
-    """Tiles of rows; their number of rows follows from the shapes alone. Slots are padded to a multiple of LANES."""
+    """Tiles of rows whose temporaries are about one tile's bytes. Slots are padded to a multiple of LANES."""
     rows = indices.shape[0]
     indices = pad_width(indices, -1)
     if indices.device.type == "cpu":  # a tile that stays in cache is fastest
         target, most = CPU_TILE_BYTES, 64
     else:  # launches cost more than the work of a small tile
         target, most = GPU_TILE_BYTES, 1 << (rows - 1).bit_length()
+        while target > workspace_bytes(indices.device):
+            target //= 2
     size = max(1, min(most, target // (bytes_per_slot * indices.shape[1])))
     for start in range(0, rows, size):
         yield SlotTile(start, min(rows, start + size), size, indices, num_keys, topk_length)
+
+
+def slot_bytes(width: int, heads: int, dtype: torch.dtype, backward: bool) -> int:
+    """Temporaries of one slot: gathered key, products per head, in the backward also their gradients."""
+    narrow, wide = dtype.itemsize, max(4, dtype.itemsize)
+    if backward:
+        return (narrow + wide) * width + (4 * wide + 2 * narrow) * heads
+    return narrow * width + (2 * wide + narrow) * heads

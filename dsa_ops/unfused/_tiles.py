@@ -1,7 +1,8 @@
 """A fixed grid of tiles over (query rows, keys) for the ops that look at every visible key.
 
-Products run on tiles of one shape, padded at the edges, so that a score has the same bits whatever the memory budget and
-whatever rows it is computed with. Tiles that no row may see are skipped on CPU; on CUDA reading the bounds would sync.
+Products run on tiles of one shape, padded at the edges, so that a score has the same bits whatever the memory budget
+and whatever rows it is computed with. Tiles that no row may see are skipped on CPU; on CUDA reading the bounds would
+sync.
 
 R rows of a tile, N keys of a tile, I indexer heads, E indexer width.
 """

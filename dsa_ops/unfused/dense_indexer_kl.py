@@ -23,7 +23,7 @@ class _AttentionRows:
         self.total_heads = total_heads
 
     def target(self, keys: Tensor, visible_RN: Tensor) -> Tensor:
-        """[R, N]: attention probabilities summed over this rank's heads and divided by all heads, 0 where not visible."""
+        """[R, N]: attention weights summed over this rank's heads, divided by all heads, 0 where not visible."""
         rows, heads, width = self.q_RHD.shape
         keys = keys.to(self.operand)
         if keys.dim() == 2:  # one latent key for all heads
@@ -91,8 +91,9 @@ def dense_indexer_kl_unfused(
             log_ratio = t.log() - log_p[:, at] if entropy else -log_p[:, at]
             kl_R += (t * log_ratio).masked_fill_(t == 0, 0).sum(1)  # 0 log 0 = 0
         kl[tile.start : tile.stop] = kl_R[: tile.stop - tile.start]
-    weight = row_weight.to(acc)
-    return (weight * kl).masked_fill_((weight == 0) | (ends.clamp(max=index_k.shape[0]) <= starts.clamp(min=0)), 0).sum(), kl
+    # not a product with zero: the kl of a row of weight 0, the weight of a row without keys may be anything
+    counts = (row_weight != 0) & (ends.clamp(max=index_k.shape[0]) > starts.clamp(min=0))
+    return torch.where(counts, row_weight.to(acc) * kl, 0).sum(), kl
 
 
 def dense_indexer_kl_backward_unfused(

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from dsa_ops.checks import accumulation_dtype
-from dsa_ops.unfused._common import SlotTile, bmm_wide, pad_width, relu_gradient, slot_tiles, weighted_sum
+from dsa_ops.unfused._common import SlotTile, bmm_wide, pad_width, relu_gradient, slot_bytes, slot_tiles, weighted_sum
 
 
-def _tiles(q: Tensor, k: Tensor, indices: Tensor) -> Iterator[tuple[SlotTile, Tensor, Tensor, Tensor]]:
+def _tiles(
+    q: Tensor, k: Tensor, indices: Tensor, backward: bool = False
+) -> Iterator[tuple[SlotTile, Tensor, Tensor, Tensor]]:
     """Per tile: queries [C, I, E], gathered keys [C, K, E] and their products [C, I, K]."""
     _, heads, width = q.shape
     k = pad_width(k)
-    for tile in slot_tiles(indices, k.shape[0], None, bytes_per_slot=4 * (width + 2 * heads)):
+    for tile in slot_tiles(indices, k.shape[0], None, slot_bytes(width, heads, k.dtype, backward)):
         keys_CKE = tile.gather(k)
         q_CIE = pad_width(tile.rows_of(q)).to(keys_CKE.dtype)
         yield tile, q_CIE, keys_CKE, bmm_wide(q_CIE, keys_CKE.transpose(1, 2))
@@ -51,7 +53,7 @@ def indexer_scores_backward_unfused(
     grad_q = q.new_zeros(q.shape if need_q else 0)
     grad_k = q.new_zeros((num_keys + 1, width) if need_k else 0, dtype=acc)  # row S collects empty slots
     grad_weights = weights.new_zeros(weights.shape if need_weights else 0)
-    for tile, q_CIE, keys_CKE, dots_CIK in _tiles(q, k, indices) if num_keys else ():
+    for tile, q_CIE, keys_CKE, dots_CIK in _tiles(q, k, indices, backward=True) if num_keys else ():
         grad_CK = pad_width(tile.rows_of(grad_scores)).to(acc).masked_fill(tile.empty_slots, 0)
         empty_rows = tile.empty_rows[:, None]
         if need_weights:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from dsa_ops.checks import accumulation_dtype
-from dsa_ops.unfused._common import SlotTile, bmm_wide, pad_width, slot_tiles, whole_lanes
+from dsa_ops.unfused._common import SlotTile, bmm_wide, pad_width, slot_bytes, slot_tiles, whole_lanes
 
 
 def attention_tiles(
-    q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None, softmax_scale: float
+    q: Tensor, kv: Tensor, indices: Tensor, topk_length: Tensor | None, softmax_scale: float, backward: bool = False
 ) -> Iterator[tuple[SlotTile, Tensor, Tensor, Tensor]]:
     """Per tile: queries [C, H, D], gathered keys [C, K, D] and scaled logits [C, H, K], -inf in empty slots.
 
@@ -21,11 +21,11 @@ def attention_tiles(
     """
     _, heads, width = q.shape
     kv = pad_width(kv)
-    for tile in slot_tiles(indices, kv.shape[0], topk_length, bytes_per_slot=4 * (width + 2 * heads)):
+    for tile in slot_tiles(indices, kv.shape[0], topk_length, slot_bytes(width, heads, kv.dtype, backward)):
         keys_CKD = tile.gather(kv)
         q_CHD = pad_width(tile.rows_of(q)).to(keys_CKD.dtype)
         logits_CHK = bmm_wide(q_CHD, keys_CKD.transpose(1, 2))
-        mask_CK = torch.zeros_like(tile.valid, dtype=logits_CHK.dtype).masked_fill_(tile.empty_slots, -torch.inf)
+        mask_CK = torch.where(tile.valid, 0.0, -torch.inf).to(logits_CHK.dtype)
         torch.add(mask_CK[:, None], logits_CHK, alpha=softmax_scale, out=logits_CHK)
         yield tile, q_CHD, keys_CKD, logits_CHK
 
@@ -89,7 +89,7 @@ def sparse_mla_backward_unfused(
     grad_q = q.new_zeros(q.shape if need_q else 0)
     grad_kv = q.new_zeros((num_keys + 1, width) if need_kv else 0, dtype=acc)  # row S collects rows without keys
     grad_sink = q.new_zeros(heads if need_sink else 0, dtype=acc)
-    tiles = attention_tiles(q, kv, indices, topk_length, softmax_scale) if num_keys else ()
+    tiles = attention_tiles(q, kv, indices, topk_length, softmax_scale, backward=True) if num_keys else ()
     for tile, q_CHD, keys_CKD, logits_CHK in tiles:
         lse_CH = tile.rows_of(lse)
         norm_CH = _with_sink(lse_CH, sink)
@@ -116,8 +116,7 @@ def sparse_mla_backward_unfused(
         # one product for both ways into a key: as key, dS^T q, and as value, P^T dO
         ways = 1 if grad_out is None else 2
         weights_CWK = keys_CKD.new_empty(tile.size, ways * heads, logits_CHK.shape[2])
-        torch.mul(grad_logits_CHK, softmax_scale, out=grad_logits_CHK)
-        weights_CWK[:, :heads] = grad_logits_CHK
+        weights_CWK[:, :heads] = grad_logits_CHK.mul_(softmax_scale)
         if need_q:
             grad_q_CHD = bmm_wide(weights_CWK[:, :heads], keys_CKD)[..., :width]
             tile.store(grad_q, grad_q_CHD.masked_fill(tile.empty_rows[:, None, None], 0))
