@@ -103,9 +103,10 @@ def attach_loss(x: Tensor, loss: Tensor, scale: Tensor | None = None) -> Tensor:
         an error in PyTorch: write `y = f(y)`, not `f_(y)`. Where `loss` does not require grad, or grad mode is off: x.
 
     Second derivatives are right (`scale` is a constant to them), so are torch.func.grad and vmap. Forward-mode AD, and
-    vmap inside a compiled region, raise RuntimeError. A compiled region sees changes of `scale` made outside it, not
-    those it makes itself after the call; with a torch that checks the version of all it saves (before 2.13 some do), a
-    change between its forward and its backward raises torch's error about in-place modification.
+    vmap inside a compiled region, raise RuntimeError. With torch.compile, change `scale` outside the compiled region:
+    where the region itself writes to it, an older value may count. An old torch (2.9, say) checks the version of every
+    tensor that a compiled region saves: there a change of `scale` between its forward and its backward raises torch's
+    error about in-place modification.
 
     Raises:
         TypeError, ValueError: an argument is not a tensor, not floating point, or of the wrong shape or device.

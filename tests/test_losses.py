@@ -444,6 +444,18 @@ def test_the_scale_counts_at_backward_of_a_compiled_region(backend, scale_dtypes
             check_layer(compiled, x, w, scale, 7, reentrant)
 
 
+@pytest.mark.skipif(VERSIONS_ALWAYS_CHECKED, reason="needs a torch that lets a compiled region save without versions")
+def test_the_scale_of_a_compiled_region_may_be_part_of_a_tensor():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w, scale: attach_loss(x * 2, w**2, scale), backend="aot_eager", fullgraph=True)
+    x, w = leaves(3, ())
+    scales = torch.ones(3, dtype=torch.float64)
+    y = compiled(x, w, scales[1])
+    scales.mul_(3)
+    y.sum().backward()
+    torch.testing.assert_close(w.grad, 3 * 2 * w.detach())
+
+
 def test_compiled_loss_of_many_elements_with_dynamic_sizes():
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
