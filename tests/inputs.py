@@ -288,17 +288,17 @@ DIFFERENTIABLE = [name for name, op in OPS.items() if op.differentiable]
 
 def arguments(name: str, case: Case = CASES["plain"], *, device="cpu", grad: bool = False, **changes) -> dict[str, Any]:
     """The op's arguments by schema name and in schema order; `grad` makes the differentiable ones require it."""
-    args = ALL[name].build(_Source(replace(case, **changes)))
+    case = replace(case, **changes)
+    args = ALL[name].build(_Source(case))
     wanted = OPS[name].differentiable if grad and name in OPS else ()
-    return {n: _placed(x, device, n in wanted) for n, x in args.items()}
+    return {n: _placed(x, device, case.layout, n in wanted) for n, x in args.items()}
 
 
-def _placed(x, device, grad):
+def _placed(x, device, layout, grad):
     if not isinstance(x, torch.Tensor):
         return x
-    if torch.device(device).type != "cpu":
-        empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-        x = empty if empty.is_meta or x.numel() == 0 else x.to(device)
+    if torch.device(device).type != "cpu":  # strides may be lost on the way
+        x = relayout(x.to(device), layout) if x.dim() else x.to(device)
     return x.requires_grad_(grad)
 
 

@@ -101,7 +101,7 @@ def test_bounds_left_out_are_causal(device):
 @pytest.mark.parametrize("name", ["indexer_topk", "dense_indexer_kl"])
 def test_bounds_left_out_need_as_many_rows_as_keys(name):
     args = {n: x for n, x in inputs.arguments(name, T=5, S=6).items() if n not in ("starts", "ends")}
-    with pytest.raises(ValueError, match=f"{name}: starts and ends must be given.*got 5 and 6"):
+    with pytest.raises(ValueError, match=f"{name}: starts and ends must be given.*got 5 .*6"):
         call(name, args)
 
 

@@ -145,7 +145,7 @@ class FakeKernel:
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Installs kernels for sparse_mla that are asked wherever the tensors are; on a CPU only when TileLang is forced."""
+    """Installs kernels for sparse_mla that are asked wherever the tensors are, on a CPU when TileLang is forced."""
 
     def install(**modules):
         table = tuple(dispatch.Kernel(name, name) for name in modules)

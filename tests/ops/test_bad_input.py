@@ -14,8 +14,6 @@ import dsa_ops
 import inputs
 from inputs import ALL, BACKWARDS, DIFFERENTIABLE, OPS
 
-SHAPE, DTYPE = "shape", "dtype"
-
 
 def flat(x):
     return x.flatten()
@@ -132,8 +130,6 @@ REFUSED = {
         "row_weight": [longer],
     },
 }
-# A size that several arguments share may be blamed on another of them.
-SHARED = {("indexer_topk", "q"), ("indexer_scores", "q"), ("dense_indexer_kl", "index_q"), ("sparse_mla", "q")}
 CASES = [(op, name, change) for op, names in REFUSED.items() for name, changes in names.items() for change in changes]
 IDS = [f"{op}-{name}-{change.__name__}" for op, name, change in CASES]
 # The Python functions take int64 ids and bounds, and batched tensors of one dimension more.
@@ -217,8 +213,8 @@ def test_wrong_device(op):
 @pytest.mark.parametrize(
     ("op", "changes", "text"),
     [
-        ("indexer_topk", {"topk": 0}, "topk must be at least 1, got 0"),
-        ("indexer_topk", {"topk": -3}, "topk must be at least 1, got -3"),
+        ("indexer_topk", {"topk": 0}, "topk must be at least 1 .*got 0"),
+        ("indexer_topk", {"topk": -3}, "topk must be at least 1 .*got -3"),
         ("sparse_mla", {"d_v": 0}, "d_v must be between 1 and D = 8, got 0"),
         ("sparse_mla", {"d_v": 9}, "d_v must be between 1 and D = 8, got 9"),
         ("dense_indexer_kl", {"total_heads": 2}, "total_heads must be 0 or at least H = 3, got 2"),
@@ -228,7 +224,7 @@ def test_wrong_device(op):
 def test_numbers_out_of_range(op, changes, text, device):
     args = {**inputs.arguments(op, device=device), **changes}
     for call in (lambda: calls.op(op)(*args.values()), lambda: public(op, args)):
-        with pytest.raises(ValueError, match=re.escape(f"{op}: {text}")):
+        with pytest.raises(ValueError, match=f"{op}: {text}"):
             call()
 
 

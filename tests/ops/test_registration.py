@@ -1,8 +1,11 @@
 """What every op owes PyTorch: schema, fake, autograd, autocast, FLOP formula, compile. One table, every op in it."""
 
+import functools
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 import calls
@@ -24,7 +27,7 @@ OPCHECK_CASES = {
 
 def test_the_table_names_every_registered_op():
     registered = {n.removeprefix("dsa::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("dsa::")}
-    assert registered == set(ALL)
+    assert registered - {"attach_loss_backward"} == set(ALL)  # a part of attach_loss, see tests/test_losses.py
 
 
 def test_schemas():
@@ -68,19 +71,24 @@ def test_opcheck_of_backwards_with_none_and_unwanted_gradients(device):
 
 @pytest.mark.parametrize("name", OPS)
 def test_compiled_equals_eager(name, device):
-    """Forward and backward in one graph each, for sizes that change."""
+    """Forward and backward in one graph each, compiled once for sizes that change."""
     torch._dynamo.reset()
-    compiled = torch.compile(calls.op(name), fullgraph=True, backend="aot_eager", dynamic=True)
-    for rows in (7, 5):
+    counter = CompileCounterWithBackend("aot_eager")
+    numbers = {n: x for n, x in inputs.arguments(name).items() if not isinstance(x, torch.Tensor)}
+    call = functools.partial(getattr(torch.ops.dsa, name), **numbers)  # a float argument would recompile
+    compiled = torch.compile(lambda tensors: call(**tensors), fullgraph=True, backend=counter, dynamic=True)
+    for rows in (7, 10, 13):
         args = inputs.arguments(name, device=device, grad=True, T=rows)
         eager = calls.run(name, args)
-        found = dict(zip(OPS[name].outputs, calls.as_tuple(compiled(*args.values())), strict=True))
+        tensors = {n: x for n, x in args.items() if n not in numbers}
+        found = dict(zip(OPS[name].outputs, calls.as_tuple(compiled(tensors)), strict=True))
         calls.assert_all_near(found, eager, 1e-6)
         if name in DIFFERENTIABLE:
             grads = calls.incoming(name, eager)
             calls.assert_all_near(
                 calls.gradients(name, args, grads, found), calls.gradients(name, args, grads, eager), 1e-5
             )
+    assert counter.frame_count == 1
 
 
 @pytest.mark.slow
