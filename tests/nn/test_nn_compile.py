@@ -91,17 +91,19 @@ def test_inductor(mode):
     same(step(compiled, module, x, **bounds), step(module, module, x, **bounds), 1e-4)
 
 
-@pytest.mark.parametrize("layout", ["causal", "bounds"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "layout"), [("dense", "bounds"), ("warmup", "causal"), ("sparse", "bounds")])
 def test_new_lengths_do_not_recompile(mode, layout):
     module = prepared(mode)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, fullgraph=True, backend=counter, dynamic=True)
+    frames = []
     for rows in (19, 23, 31, 40, 57, 64):
         x, ids = hidden(rows), torch.arange(rows, dtype=torch.int32)
         bounds = {"starts": ids // 16 * 16, "ends": ids + 1} if layout == "bounds" else {}
         same(step(compiled, module, x, **bounds), step(module, module, x, **bounds))
-    assert counter.frame_count <= 2
+        frames.append(counter.frame_count)
+    assert len(set(frames)) == 1
 
 
 def test_a_mode_is_its_own_graph():
