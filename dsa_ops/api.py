@@ -430,7 +430,7 @@ def _dense_indexer_kl_args(
     softmax_scale=None,
     row_weight=None,
     relu=True,
-    total_heads=0,
+    total_heads=None,
 ):
     op = "dense_indexer_kl"
     named = dict(index_q=index_q, index_k=index_k, index_weights=index_weights, q=q, k=k, lse=lse)
@@ -439,7 +439,7 @@ def _dense_indexer_kl_args(
     for name, x in named.items():
         _tensor(op, name, x)
     softmax_scale = _scale(op, softmax_scale, q)
-    total_heads = _count(op, "total_heads", total_heads)
+    total_heads = 0 if total_heads is None else _count(op, "total_heads", total_heads)
     batch = _batch(op, index_q, 3, "index_k", index_k)
     if batch is None:
         rows = index_q.shape[0] if index_q.dim() else 0
@@ -471,7 +471,7 @@ def dense_indexer_kl(
     softmax_scale: float | None = None,
     row_weight: Tensor | None = None,
     relu: bool = True,
-    total_heads: int = 0,
+    total_heads: int | None = None,
 ) -> DenseIndexerKLOutput:
     """The warm-up loss: KL of the indexer's distribution over every visible key from full attention's, streamed.
 
@@ -484,9 +484,9 @@ def dense_indexer_kl(
         row_weight [T]: what each row's kl counts in the loss; default one over the number of rows. A row of weight 0
             has no part in loss and gradients, whatever its kl.
         relu: as for `indexer_topk`.
-        total_heads: attention heads over all tensor-parallel ranks; 0 means H. With more than H the op gives this
-            rank's share: the cross entropy without the entropy term, and gradients that sum over the ranks to the
-            exact ones.
+        total_heads: attention heads over all tensor-parallel ranks; None or 0 means H. With more than H the op gives
+            this rank's share: the cross entropy without the entropy term, and gradients that sum over the ranks to
+            the exact ones.
         Batched: [B, L, ...] for queries, lse, bounds and row_weight, [B, M, ...] for keys.
 
     Returns:

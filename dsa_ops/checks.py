@@ -107,8 +107,10 @@ def check_indexer_topk(q, k, weights, starts, ends, topk, relu=True):
     like = ("q", q.device)
     _expect(op, "starts", starts, INT32, like, "T", rows)
     _expect(op, "ends", ends, INT32, like, "T", rows)
-    if topk < 1 or topk >= MAX_ROWS:
-        raise ValueError(f"{op}: topk must be at least 1 and below 2**31, got {topk}")
+    if topk < 1:
+        raise ValueError(f"{op}: topk must be at least 1, got {topk}")
+    if topk >= MAX_ROWS:
+        raise ValueError(f"{op}: topk must be below 2**31, got {topk}")
 
 
 def check_indexer_scores(q, k, weights, indices, relu=True, op="indexer_scores"):

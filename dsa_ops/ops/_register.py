@@ -45,8 +45,10 @@ def register_op(
     def body(*args):
         args += defaults[len(args) :]  # the dispatcher drops trailing arguments equal to their default
         check(*args)
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(name, args)
+        if forward_ad._current_level >= 0:  # tangents are out of sight here and would be dropped without a word
+            raise RuntimeError(
+                f"dsa::{name} has no forward-mode derivative: it cannot run inside torch.func.jvp or a dual level"
+            )
         if validate is not None:
             validate(*args)
         on_cuda = args[first].is_cuda
@@ -87,13 +89,6 @@ def no_second_derivative(op: torch.library.CustomOpDef) -> None:
         raise RuntimeError(f"{op._qualname.replace('_backward', '')} has no second derivative")
 
     op.register_autograd(refuse)
-
-
-def _refuse_tangents(name: str, args: tuple) -> None:
-    # the default registration would return a zero tangent without a word
-    for a in args:
-        if isinstance(a, Tensor) and a.is_floating_point() and forward_ad.unpack_dual(a).tangent is not None:
-            raise RuntimeError(f"dsa::{name} has no forward-mode derivative (jvp, dual tensors)")
 
 
 def _autocast(overload, device: str, cast: tuple[int, ...], *args):

@@ -147,11 +147,12 @@ def slot_tiles(indices: Tensor, num_keys: int, topk_length: Tensor | None, bytes
     """Tiles of rows whose temporaries are about one tile's bytes. Slots are padded to a multiple of LANES."""
     rows = indices.shape[0]
     indices = pad_width(indices, -1)
+    budget = workspace_bytes(indices.device)
     if indices.device.type == "cpu":  # a tile that stays in cache is fastest
         target, most = CPU_TILE_BYTES, 64
     else:  # launches cost more than the work of a small tile
         target, most = GPU_TILE_BYTES, 1 << (rows - 1).bit_length()
-        while target > workspace_bytes(indices.device):
+        while target > budget:
             target //= 2
     size = max(1, min(most, target // (bytes_per_slot * indices.shape[1])))
     for start in range(0, rows, size):

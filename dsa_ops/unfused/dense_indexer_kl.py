@@ -3,6 +3,8 @@
 T query rows, S keys, H heads, D width, I indexer heads, E indexer width; R rows and N keys of a tile.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -36,31 +38,47 @@ class _AttentionRows:
         return logits.exp_().sum(head_dim).div_(self.total_heads).masked_fill_(~visible_RN, 0)
 
 
-def _row_tiles(index_q, index_k, index_weights, q, k, lse, starts, ends, softmax_scale, relu, total_heads):
+class _IndexTile:
+    """Normalised scores of one row tile against its key tiles: computed once if the budget keeps them, else twice."""
+
+    def __init__(self, rows: IndexRows, k: Tensor, tile: RowTile, grid: Grid, keep_dots: bool, budget: int):
+        self.rows, self.k, self.tile, self.grid, self.keep_dots = rows, k, tile, grid, keep_dots
+        per_score = rows.weights_RI.element_size() * (1 + (rows.weights_RI.shape[1] if keep_dots else 0)) + 1
+        keep = len(tile.key_tiles) * grid.rows * grid.keys * per_score <= budget // 2
+        self.kept: list | None = [] if keep else None
+        partial = rows.weights_RI.new_empty(grid.rows, len(tile.key_tiles))
+        for i, first_key in enumerate(tile.key_tiles):
+            found = self._score(first_key)
+            partial[:, i] = torch.logsumexp(found[0], 1)
+            if self.kept is not None:
+                self.kept.append(found)
+        lse = torch.logsumexp(partial, 1, keepdim=True)
+        self.lse_R1 = lse.masked_fill_(lse == -torch.inf, 0)  # rows without a key
+
+    def _score(self, first_key: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        dots_RIN = self.rows.dots(key_tile(self.k, first_key, self.grid))
+        scores_RN = self.rows.scores(dots_RIN, inplace=not self.keep_dots)
+        visible_RN = self.tile.visible(first_key, self.grid.keys)
+        return scores_RN.masked_fill_(~visible_RN, -torch.inf), visible_RN, dots_RIN if self.keep_dots else None
+
+    def key_tiles(self) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
+        """First key, log softmax [R, N] (-inf where not visible), which are visible, and the products if kept."""
+        for i, first_key in enumerate(self.tile.key_tiles):
+            scores_RN, visible_RN, dots_RIN = self._score(first_key) if self.kept is None else self.kept[i]
+            yield first_key, scores_RN.sub_(self.lse_R1), visible_RN, dots_RIN
+
+
+def _row_tiles(
+    index_q, index_k, index_weights, q, k, lse, starts, ends, softmax_scale, relu, total_heads, keep_dots
+) -> Iterator[tuple[RowTile, Grid, _IndexTile, _AttentionRows]]:
     heads = q.shape[1]
     grid = Grid.for_heads(max(index_q.shape[1], heads), q.device)
+    budget = workspace_bytes(q.device)
     for tile in row_tiles(starts, ends, index_k.shape[0], grid):
         if len(tile.key_tiles):
-            index_rows = IndexRows(index_q, index_weights, tile, relu)
-            yield tile, grid, index_rows, _AttentionRows(q, lse, tile, softmax_scale, total_heads or heads)
-
-
-def _log_p(index_rows: IndexRows, index_k: Tensor, tile: RowTile, grid: Grid, keep: list | None):
-    """Log softmax of the scores over the row tile's keys [R, N * key tiles], -inf where not visible; which are visible.
-
-    `keep` collects the products of every key tile.
-    """
-    columns = len(tile.key_tiles) * grid.keys
-    visible = tile.visible(tile.key_tiles[0], columns)
-    scores = index_rows.weights_RI.new_empty(grid.rows, columns)
-    for i, first_key in enumerate(tile.key_tiles):
-        dots = index_rows.dots(key_tile(index_k, first_key, grid))
-        if keep is not None:
-            keep.append(dots)
-        scores[:, i * grid.keys : (i + 1) * grid.keys] = index_rows.scores(dots, inplace=keep is None)
-    scores.masked_fill_(~visible, -torch.inf)
-    lse = torch.logsumexp(scores, 1, keepdim=True)
-    return scores.sub_(lse.masked_fill(lse == -torch.inf, 0)), visible
+            rows = IndexRows(index_q, index_weights, tile, relu)
+            index_tile = _IndexTile(rows, index_k, tile, grid, keep_dots, budget)
+            yield tile, grid, index_tile, _AttentionRows(q, lse, tile, softmax_scale, total_heads or heads)
 
 
 def dense_indexer_kl_unfused(
@@ -80,16 +98,14 @@ def dense_indexer_kl_unfused(
     acc = accumulation_dtype(index_q.dtype)
     entropy = total_heads in (0, q.shape[1])  # a rank with a share of the heads returns the cross entropy alone
     kl = index_q.new_zeros(index_q.shape[0], dtype=acc)
-    for tile, grid, index_rows, attention_rows in _row_tiles(
-        index_q, index_k, index_weights, q, k, lse, starts, ends, softmax_scale, relu, total_heads
+    for tile, grid, index_tile, attention_rows in _row_tiles(
+        index_q, index_k, index_weights, q, k, lse, starts, ends, softmax_scale, relu, total_heads, keep_dots=False
     ):
-        log_p, visible = _log_p(index_rows, index_k, tile, grid, keep=None)
-        kl_R = log_p.new_zeros(grid.rows)
-        for i, first_key in enumerate(tile.key_tiles):
-            at = slice(i * grid.keys, (i + 1) * grid.keys)
-            t = attention_rows.target(key_tile(k, first_key, grid), visible[:, at])
-            log_ratio = t.log() - log_p[:, at] if entropy else -log_p[:, at]
-            kl_R += (t * log_ratio).masked_fill_(t == 0, 0).sum(1)  # 0 log 0 = 0
+        kl_R = kl.new_zeros(grid.rows)
+        for first_key, log_p_RN, visible_RN, _ in index_tile.key_tiles():
+            t_RN = attention_rows.target(key_tile(k, first_key, grid), visible_RN)
+            log_ratio_RN = t_RN.log() - log_p_RN if entropy else -log_p_RN
+            kl_R += (t_RN * log_ratio_RN).masked_fill_(t_RN == 0, 0).sum(1)  # 0 log 0 = 0
         kl[tile.start : tile.stop] = kl_R[: tile.stop - tile.start]
     # not a product with zero: the kl of a row of weight 0, the weight of a row without keys may be anything
     counts = (row_weight != 0) & (ends.clamp(max=index_k.shape[0]) > starts.clamp(min=0))
@@ -122,43 +138,37 @@ def dense_indexer_kl_backward_unfused(
     grad_weights = index_weights.new_zeros(index_weights.shape if need_weights else 0)
     coefficient = row_weight.to(acc) * grad_loss.to(acc)
     coefficient = coefficient.masked_fill(row_weight == 0, 0)
-    for tile, grid, index_rows, attention_rows in _row_tiles(
-        index_q, index_k, index_weights, q, k, lse, starts, ends, softmax_scale, relu, total_heads
+    for tile, grid, index_tile, attention_rows in _row_tiles(
+        index_q, index_k, index_weights, q, k, lse, starts, ends, softmax_scale, relu, total_heads, keep_dots=True
     ):
         heads = index_q.shape[1]
         rows = slice(tile.start, tile.stop)
-        dots_bytes = grid.rows * heads * grid.keys * len(tile.key_tiles) * index_rows.weights_RI.element_size()
-        kept = [] if dots_bytes <= workspace_bytes(q.device) // 2 else None
-        log_p, visible = _log_p(index_rows, index_k, tile, grid, kept)
-        coefficient_R = tile.rows_of(coefficient)[:, None]
-        no_weight_R = coefficient_R == 0
-        q_RIE, weights_RI1 = index_rows.q_RIE, index_rows.weights_RI[..., None]
-        # a NaN or infinity in a key or query must reach only rows and keys that see it; their logits carry it there
+        coefficient_R1 = tile.rows_of(coefficient)[:, None]
+        q_RIE, weights_RI1 = index_tile.rows.q_RIE, index_tile.rows.weights_RI[..., None]
+        # a NaN or infinity in a key or query must reach only rows and keys that see it; their scores carry it there
         clean_rows = _finite(q_RIE, weights_RI1)
         flat_q = (q_RIE if clean_rows else q_RIE.nan_to_num(0, 0, 0)).flatten(0, 1)
         grad_q_tile = flat_q.new_zeros(flat_q.shape, dtype=acc)
-        grad_weights_tile = index_rows.weights_RI.new_zeros(grid.rows, heads, 1)
-        for i, first_key in enumerate(tile.key_tiles):
-            at = slice(i * grid.keys, (i + 1) * grid.keys)
-            keys = key_tile(index_k, first_key, grid).to(index_rows.operand)
-            dots_RIN = kept[i] if kept is not None else index_rows.dots(keys)
-            t = attention_rows.target(key_tile(k, first_key, grid), visible[:, at])
-            hidden = ~visible[:, at] | no_weight_R
-            grad_scores = log_p[:, at].exp().mul_(share).sub_(t).mul_(coefficient_R).masked_fill_(hidden, 0)
+        grad_weights_tile = weights_RI1.new_zeros(grid.rows, heads, 1)
+        for first_key, log_p_RN, visible_RN, dots_RIN in index_tile.key_tiles():
+            t_RN = attention_rows.target(key_tile(k, first_key, grid), visible_RN)
+            hidden_RN = ~visible_RN | (coefficient_R1 == 0)
+            grad_scores_RN = log_p_RN.exp_().mul_(share).sub_(t_RN).mul_(coefficient_R1).masked_fill_(hidden_RN, 0)
+            keys = key_tile(index_k, first_key, grid).to(index_tile.rows.operand)
             clean = clean_rows and _finite(keys)
             if not clean:
                 keys = keys.nan_to_num(0, 0, 0)
-                dots_RIN = dots_RIN.masked_fill(hidden[:, None], 0)
+                dots_RIN = dots_RIN.masked_fill(hidden_RN[:, None], 0)
             if need_weights:
-                act = dots_RIN.relu() if relu else dots_RIN
-                grad_weights_tile += torch.bmm(act, grad_scores[..., None])
+                act_RIN = dots_RIN.relu() if relu else dots_RIN
+                grad_weights_tile += torch.bmm(act_RIN, grad_scores_RN[..., None])
             if need_q or need_k:
-                grad_dots = weights_RI1 * grad_scores[:, None]
+                grad_dots = weights_RI1 * grad_scores_RN[:, None]
                 if relu:
                     grad_dots = relu_gradient(grad_dots, dots_RIN)
                 if not clean:
-                    grad_dots.masked_fill_(hidden[:, None], 0)
-                grad_dots = grad_dots.view(grid.rows * heads, grid.keys).to(index_rows.operand)
+                    grad_dots.masked_fill_(hidden_RN[:, None], 0)
+                grad_dots = grad_dots.view(grid.rows * heads, grid.keys).to(flat_q.dtype)
                 if need_q:
                     grad_q_tile += mm_wide(grad_dots, keys)
                 if need_k:
