@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 # Bytes of one tile. On a CPU small tiles stay in the cache, and read fewer keys that only some of their rows see.
 _MASK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 _LOGIT_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
-_MASKS_KEPT = 32
+# Above so many bytes for all rows, masks are made again in the backward instead of kept for it.
+_MASKS_KEPT = {"cpu": 32 << 20, "cuda": 128 << 20}
 
 
 def dense_attention(
@@ -64,8 +65,8 @@ def dense_attention(
     if q.dtype == torch.float64 and q.device.type == "cuda":
         mask_bytes *= 2 * q.shape[2]  # no fused kernel: the logits are materialised
     tiles = _tiles(q.shape[1], mask_bytes, _MASK_BYTES, q.device)
-    # without it the masks of all tiles are kept for the backward: all rows times all keys
-    recompute = torch.is_grad_enabled() and len(tiles) > _MASKS_KEPT and any(t.requires_grad for t in (q, k, v))
+    recompute = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    recompute = recompute and q.shape[1] * mask_bytes > _budget(_MASKS_KEPT, q.device)
     outs = []
     for rows in tiles:
         first, last = _key_range(starts[:, rows], ends[:, rows], keys)
@@ -146,10 +147,13 @@ def _tiles(rows: int, row_bytes: int, budgets: dict[str, int], device: torch.dev
 
     The number of tiles is what a compiled caller is specialised on, not the number of rows.
     """
-    budget = budgets.get(device.type, budgets["cuda"])
-    count = rows * row_bytes // budget + 1
+    count = rows * row_bytes // _budget(budgets, device) + 1
     size = (rows + count - 1) // count
     return [slice(i * size, min((i + 1) * size, rows)) for i in range(count) if i == 0 or i * size < rows]
+
+
+def _budget(budgets: dict[str, int], device: torch.device) -> int:
+    return budgets.get(device.type, budgets["cuda"])
 
 
 def _key_range(starts: Tensor, ends: Tensor, keys: int) -> tuple[int, int]:

@@ -22,6 +22,7 @@ VARIANTS = {
     "scale": {"softmax_scale": 0.5, "index_relu": False},
     "wide value": {"v_head_dim": 24, "sink": True},
     "width": {"index_head_dim": 6},
+    "eps": {"norm_eps": 0.3, "index_norm_eps": 0.5},
 }
 variants = pytest.mark.parametrize("variant", VARIANTS)
 layouts = pytest.mark.parametrize("layout", LAYOUTS)

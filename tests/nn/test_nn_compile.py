@@ -74,7 +74,7 @@ def test_fullgraph_with_everything_given(mode):
 def test_fullgraph_in_recomputed_tiles(mode, monkeypatch):
     for budgets in (dense._MASK_BYTES, dense._LOGIT_BYTES):
         monkeypatch.setitem(budgets, "cpu", 700)
-    monkeypatch.setattr(dense, "_MASKS_KEPT", 0)
+    monkeypatch.setitem(dense._MASKS_KEPT, "cpu", 0)
     module, x = prepared(mode), hidden(2, 19)
     bounds = dict(zip(("starts", "ends"), LAYOUTS["ragged"](2, 19)[:2], strict=True))
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -16,7 +16,7 @@ def tiling(request, monkeypatch):
         for budgets in (dense._MASK_BYTES, dense._LOGIT_BYTES):
             monkeypatch.setitem(budgets, "cpu", 700)
     if request.param == "recomputed":
-        monkeypatch.setattr(dense, "_MASKS_KEPT", 0)
+        monkeypatch.setitem(dense._MASKS_KEPT, "cpu", 0)
 
 
 def inputs(batch=2, length=23, heads=3, wide=16, narrow=16, dtype=torch.float64, sink=True):

@@ -24,10 +24,10 @@ def test_dense_stages(mode, dtype, layout, tiles, device, monkeypatch):
     if tiles == "many tiles":
         for budgets in (dense._MASK_BYTES, dense._LOGIT_BYTES):
             monkeypatch.setitem(budgets, torch.device(device).type, 4000)
-        monkeypatch.setattr(dense, "_MASKS_KEPT", 0)
+        monkeypatch.setitem(dense._MASKS_KEPT, torch.device(device).type, 0)
     module, x = layer(mode, sink=True, dtype=dtype), hidden(2, 37, dtype=dtype).detach()
     starts, ends, visible, positions = LAYOUTS[layout](2, 37)
-    params, wide = state(module), x.double().requires_grad_()
+    params, wide = state(module), x.double().clone().requires_grad_()
     module, x = module.to(device), x.to(device).requires_grad_()
     got = module(x, **dict(zip(("starts", "ends"), on(device, starts, ends), strict=True)))
     want, target = oracle.attention(params, module.config, wide, positions, visible)

@@ -217,6 +217,16 @@ def test_state_dict_goes_both_ways(model):
         assert torch.equal(fresh.state_dict()[name], value)
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_what_no_state_dict_holds(model):
+    """The models' own norms differ from their configurations' rms_norm_eps; the scale is of the expanded width."""
+    pair = Pair(model)
+    for name in ("q_a_layernorm", "kv_a_layernorm"):
+        assert getattr(pair.ours, name).eps == getattr(pair.theirs, name).variance_epsilon
+    assert pair.ours.indexer.k_norm.eps == pair.theirs.indexer.k_norm.eps
+    assert pair.ours.config.scale == pair.theirs.scaling
+
+
 def test_shared_layer():
     """A layer that reuses the selection of an earlier one has no indexer weights, there and here."""
     first = Pair("glm5", indexer_types=["full", "shared"])
