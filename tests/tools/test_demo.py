@@ -199,6 +199,25 @@ def test_warm_up_trains_the_indexers_alone_even_with_a_wrong_optimizer(demo, mod
     assert demo.audit(arm.model, before) == ([], [])
 
 
+@pytest.mark.parametrize("mode, keys", [("warmup", 0), ("sparse", 0), ("frozen", 8)])
+def test_compiled_training_is_one_graph_with_the_same_numbers(demo, model, monkeypatch, mode, keys):
+    settings, network = model
+    compile_ = torch.compile  # without the code generator, whose C++ compiler takes a minute
+    monkeypatch.setattr(torch, "compile", lambda module, **options: compile_(module, backend="aot_eager", **options))
+    batch = demo.Contexts(torch.randint(300, (5_000,)), replace(settings, repeat_share=0.0), 1).batch()
+    results = []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        arm = demo.Arm("arm", demo.set_mode(demo.copy.deepcopy(network), mode), keys=keys)
+        trainer = demo.Trainer(arm, replace(settings, compile=compiled), 1e-3, 1e-2, warmup=mode == "warmup")
+        assert (trainer.forward is arm.model) != compiled
+        results.append([trainer.step(batch), trainer.step(batch)])
+    eager, compiled = results
+    for one, other in zip(eager, compiled, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, nan_ok=True)
+    assert eager[0] != eager[1]
+
+
 def finished(demo, **changes):
     row = {"loss": 2.0, "fresh": 2.5, "repeats": 1.0, "recall": 0.7, "recall_per_layer": [0.6, 0.8]}
     run = demo.Run(small(demo), demo.Vocabulary(b"ab", 256), torch.arange(9_000) % 90, torch.arange(900) % 90)
@@ -298,6 +317,13 @@ def test_a_bad_device_or_folder_is_one_line(tmp_path):
     file.touch()
     assert "--device nowhere" in refused("--device", "nowhere", "--out", tmp_path)
     assert "--out" in refused("--out", file / "below")
+
+
+def test_compile_without_a_compiler_is_refused(demo, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo.shutil, "which", lambda name: None)
+    arguments = argparse.Namespace(corpus=None, device="cpu", compile=True, seed=1, steps=None, out=str(tmp_path))
+    with pytest.raises(demo.Refusal, match=r"--compile: needs a C\+\+ compiler"):
+        demo.prepare(arguments)
 
 
 def test_bad_numbers_are_refused_by_name():
