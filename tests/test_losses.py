@@ -580,11 +580,16 @@ def test_gradients_through_vmap(batched):
     assert float(x.grad.sum()) == 16
 
 
-def test_one_number_for_each_sample_of_a_vmap():
-    x, w = leaves((4, 3), (4, 2))
-    scale = torch.rand(4, 1, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("loss_shape", "scale_shape"), [((2, 3), ()), ((2,), (1,)), ((2,), (2,)), ((), (1, 1)), ((2, 3), (2, 3))]
+)
+def test_scales_of_a_vmap(loss_shape, scale_shape):
+    x, w = leaves((4, 3), (4, *loss_shape))
+    scale = torch.rand(4, *scale_shape, dtype=torch.float64)
     torch.vmap(attach_loss)(x, w, scale).sum().backward()
-    assert torch.equal(w.grad, scale.expand(4, 2))
+    for i in range(4):
+        want = scale[i] if scale_shape == loss_shape else scale[i].reshape(()).expand(loss_shape)
+        assert torch.equal(w.grad[i], want)
 
 
 def test_forward_mode_is_refused():
@@ -607,12 +612,14 @@ def test_vmap_inside_a_compiled_region_is_refused():
 
 
 @pytest.mark.parametrize("shape", [(), (3,)])
-def test_the_backward_op_is_well_registered(shape):
-    for scale in (torch.tensor(2.0), torch.rand(shape)):
-        arguments = (torch.randn(0, 3), scale, shape, torch.float64)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_backward_op_is_well_registered(shape, dtype):
+    for scale in (torch.tensor(2.0), torch.rand(shape, dtype=torch.float64), torch.rand(1, 1)):
+        arguments = (torch.randn(0, 3), scale, shape, dtype)
         torch.library.opcheck(torch.ops.dsa.attach_loss_backward.default, arguments)
         got = torch.ops.dsa.attach_loss_backward(*arguments)
-        assert torch.equal(got, scale.double().expand(shape)) and got.data_ptr() != scale.data_ptr()
+        assert got.dtype == dtype and got.shape == shape and got.data_ptr() != scale.data_ptr()
+        assert torch.equal(got, (scale if scale.shape == shape else scale.reshape(())).to(dtype).expand(shape))
 
 
 @pytest.mark.parametrize(
