@@ -32,10 +32,6 @@ def test_import_works_where_optional_packages_are_missing():
     assert "sparse_mla" in in_fresh_process(code)
 
 
-def test_importing_twice_registers_once():
-    in_fresh_process("import dsa_ops, importlib; importlib.import_module('dsa_ops'); import dsa_ops.api")
-
-
 def imports_of(path):
     """Modules of the package that the file imports, wherever in it."""
     for node in ast.walk(ast.parse(path.read_text())):
