@@ -172,22 +172,31 @@ class DSAttention(nn.Module):
         k_nope, v = kv.split((config.qk_nope_head_dim, config.v_head_dim), -1)
         k = torch.cat((k_nope, k_rope.unsqueeze(-2).expand(*k_nope.shape[:-1], -1)), -1)
         packed = x.dim() == 2
-        batch = [t.unsqueeze(0) if packed and t is not None else t for t in (q, k, v, starts, ends)]
-        bounds = {"softmax_scale": config.scale, "starts": batch[3], "ends": batch[4]}
-        heads = dense_attention(*batch[:3], sinks=self.sinks, **bounds)
+
+        def batch(t: Tensor) -> Tensor:
+            return t.unsqueeze(0) if packed else t
+
+        low, high = None if starts is None else batch(starts), None if ends is None else batch(ends)
+        heads = dense_attention(
+            batch(q), batch(k), batch(v), softmax_scale=config.scale, starts=low, ends=high, sinks=self.sinks
+        )
         heads = heads[0] if packed else heads
         if self._mode == "dense" or self.indexer is None or not self._learns():
             return heads, None, None
         q, k = q.detach(), k.detach()
-        lse = visible_lse(batch[0], batch[1], **bounds)
+        lse = visible_lse(batch(q), batch(k), softmax_scale=config.scale, starts=low, ends=high)
+        lse = lse[0] if packed else lse
         row_weight = None
         if row_mask is not None:
             row_weight = row_mask.to(lse.dtype) / row_mask.sum().clamp(min=1)
+        index_q, index_k, weights = self.indexer(x.detach(), q_resid.detach(), table)
         mean = api.dense_indexer_kl(
-            *self.indexer(x.detach(), q_resid.detach(), table),
+            index_q,
+            index_k,
+            weights,
             q,
             k,
-            lse[0] if packed else lse,
+            lse,
             starts=starts,
             ends=ends,
             softmax_scale=config.scale,
@@ -214,6 +223,10 @@ class DSAttention(nn.Module):
         config = self.config
         scores = None
         if indices is None:
+            if self.indexer is None:
+                raise ValueError(
+                    f"DSAttention: indices must be given in mode {self._mode!r} to a layer without an indexer, got None"
+                )
             learns = self._mode == "sparse"
             with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
                 selected = self.indexer.select(x.detach(), q_resid.detach(), table, starts=starts, ends=ends)
@@ -283,14 +296,9 @@ class DSAttention(nn.Module):
                 raise ValueError(f"DSAttention: {name} must be of shape {rows} like x, got {list(value.shape)}")
             if value.dtype not in dtypes:
                 raise TypeError(f"DSAttention: {name} must be {' or '.join(map(str, dtypes))}, got {value.dtype}")
-        sparse = self._mode in ("sparse", "frozen")
         if indices is None:
-            if sparse and self.indexer is None:
-                raise ValueError(
-                    f"DSAttention: indices must be given in mode {self._mode!r} to a layer without an indexer, got None"
-                )
             return
-        if not sparse:
+        if self._mode in ("dense", "warmup"):
             raise ValueError(f"DSAttention: indices must be None in mode {self._mode!r}, which reads every visible key")
         _check_tensor("indices", indices)
         if indices.dim() != x.dim() or list(indices.shape[:-1]) != rows or indices.shape[-1] < 1:

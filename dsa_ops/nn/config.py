@@ -1,6 +1,7 @@
 """The numbers of one attention layer, and the published ones."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 __all__ = ["DSAConfig", "deepseek_v32", "glm5"]
 
@@ -100,7 +101,7 @@ class DSAConfig:
         return self.rope and self.qk_rope_head_dim > 0
 
 
-def deepseek_v32(**overrides: object) -> DSAConfig:
+def deepseek_v32(**overrides: Any) -> DSAConfig:
     """DeepSeek-V3.2: half-split rotation in the indexer, interleaved in attention.
 
     The released model extends its context by rescaled angles (YaRN, factor 40): for its weights hand in such a table as
@@ -123,7 +124,7 @@ def deepseek_v32(**overrides: object) -> DSAConfig:
     )
 
 
-def glm5(**overrides: object) -> DSAConfig:
+def glm5(**overrides: Any) -> DSAConfig:
     """GLM-5: interleaved rotation in the indexer and in attention, base 1e6."""
     return replace(
         DSAConfig(

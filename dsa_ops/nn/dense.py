@@ -40,16 +40,14 @@ def dense_attention(
     if sinks is not None:
         ones = q.new_ones(parts)
         q = q + F.pad(ones, (wide, width - wide - parts))
-    causal = starts is None
-    if causal and sinks is None:
-        out = _sdpa(q, k, v, softmax_scale, is_causal=True)
-        return out[..., :narrow]
+    if (starts is None or ends is None) and sinks is None:
+        return _sdpa(q, k, v, softmax_scale, is_causal=True)[..., :narrow]
     # the null key: value 0, and what a row attends to beside or instead of its visible keys
     null = k.new_zeros(k.shape[0], 1, *k.shape[2:])
     if sinks is not None:
         null = null + _sink_row(sinks, softmax_scale, k.dtype, wide, width)
     zero = v.new_zeros(v.shape[0], 1, *v.shape[2:])
-    if causal:
+    if starts is None or ends is None:
         # in front, with a row of its own, it is visible to every row of the same causal mask
         out = _sdpa(
             F.pad(q, (0, 0, 0, 0, 1, 0)),
@@ -92,7 +90,7 @@ def visible_lse(
         row_bytes = 3 * wide.itemsize * q.shape[0] * q.shape[2] * keys
         tiles = []
         for rows in _tiles(q.shape[1], row_bytes, _LOGIT_BYTES, q.device):
-            if starts is None:
+            if starts is None or ends is None:
                 first, last = 0, rows.stop
                 ids = torch.arange(rows.start, rows.stop, device=q.device)
                 low, high = torch.zeros_like(ids)[None], ids[None] + 1

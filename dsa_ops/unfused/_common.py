@@ -1,9 +1,8 @@
 """Shared by the unfused implementations: memory budget, wide products, tiles of query rows with their gathered slots.
 
 Results that the contract calls reproducible have the same bits whatever the memory budget and whatever rows a row is
-computed with. BLAS picks its code by shape and alignment, so every product runs on tiles of one shape, padded at the
-edges, and of widths that are a multiple of LANES. Off the CPU the tiles of gathered slots are the exception: they must
-be large to hide the launches, so they shrink with the budget and with T, and last bits may follow.
+computed with. Libraries pick their code by shape and alignment, so products and sums run on tiles whose shape follows
+from the widths alone, padded at the edges, and of widths that are a multiple of LANES.
 
 T query rows, S keys, K slots, C rows of one tile.
 """
@@ -17,14 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MIB = 1 << 20
-CPU_TILE_BYTES, GPU_TILE_BYTES = 4 * MIB, 896 * MIB
 LANES = 16
+TILES_PREPARED_AT_ONCE = 16
 
 
 def workspace_bytes(device: torch.device) -> int:
     """Extra memory one call may use: DSA_OPS_WORKSPACE_MB (MiB), default 256 on CPU and 1024 elsewhere.
 
-    The least is one tile: about 4 MiB on CPU, and everywhere what one query row needs.
+    The least is one tile, and what one query row needs: see `tile_rows`.
     """
     text = os.environ.get("DSA_OPS_WORKSPACE_MB")
     if not text:
@@ -38,11 +37,11 @@ def workspace_bytes(device: torch.device) -> int:
     return int(megabytes * MIB)
 
 
-def row_chunks(rows: int, bytes_per_row: int, device: torch.device) -> Iterator[slice]:
-    """Slices of rows whose temporaries fit the budget, for work without products; at least one row each."""
-    step = max(1, workspace_bytes(device) // bytes_per_row)
-    for start in range(0, rows, step):
-        yield slice(start, start + step)
+def tile_rows(bytes_per_row: int, device: torch.device) -> int:
+    """Rows of one tile: on CPU it stays in cache (4 MiB), elsewhere it is large enough to hide launches (448 MiB)."""
+    workspace_bytes(device)  # refuses a bad setting; the tile itself is far below the default budget
+    target, most = (4 * MIB, 256) if device.type == "cpu" else (448 * MIB, 1024)
+    return max(1, min(most, target // bytes_per_row))
 
 
 def pad_rows(x: Tensor, rows: int, value: float = 0) -> Tensor:
@@ -103,34 +102,33 @@ def relu_gradient(grad: Tensor, x: Tensor) -> Tensor:
     return torch.ops.aten.threshold_backward(grad, x, 0)
 
 
-class SlotTile:
-    """Rows [start, stop) of the pack, padded to C, and which key each of their K slots stands for.
+class RowTile:
+    """Rows [start, stop) of the pack, padded to `size`."""
+
+    def __init__(self, start: int, rows: int, size: int):
+        self.start, self.stop, self.size = start, min(rows, start + size), size
+
+    def rows_of(self, x: Tensor, padding: float = 0) -> Tensor:
+        """This tile's rows of x [T, ...]."""
+        return pad_rows(x[self.start : self.stop], self.size, padding)
+
+    def store(self, into: Tensor, values: Tensor) -> None:
+        """Write this tile's rows, without the padding, into a result [T, ...]."""
+        into[self.start : self.stop] = values[: self.stop - self.start]
+
+
+class SlotTile(RowTile):
+    """Rows of the pack and which key each of their K slots stands for.
 
     Empty slots (id < 0, id >= S, at or past topk_length) must have no effect, not even a NaN in the key they would
     read. So they stand for a key that their own row sees anyway, their logits are masked, and what they scatter is
     zero. Rows without any valid slot read row 0, their results are replaced, and they scatter to a spare row S.
     """
 
-    def __init__(self, start: int, stop: int, rows: int, indices: Tensor, num_keys: int, topk_length: Tensor | None):
-        self.start, self.stop, self.size = start, stop, rows
-        ids = pad_rows(indices[start:stop], rows, -1)
-        valid = ids == ids.clamp(0, num_keys - 1)
-        if topk_length is not None:
-            valid &= torch.arange(ids.shape[1], device=ids.device) < self.rows_of(topk_length)[:, None]
-        seen = torch.where(valid, ids, -1).amax(-1, keepdim=True)
-        self.valid = valid  # [C, K]
-        self.empty_slots = ~valid
-        self.empty_rows = seen[:, 0] < 0  # [C]
-        self._ids = torch.where(valid, ids, seen.clamp_(min=0))
-        self._num_keys = num_keys
-
-    def rows_of(self, x: Tensor) -> Tensor:
-        """This tile's rows of x [T, ...], zeros in the padding."""
-        return pad_rows(x[self.start : self.stop], self.size)
-
-    def store(self, into: Tensor, values: Tensor) -> None:
-        """Write this tile's rows, without the padding, into a result [T, ...]."""
-        into[self.start : self.stop] = values[: self.stop - self.start]
+    def __init__(self, start: int, rows: int, size: int, ids: Tensor, valid: Tensor, empty_rows: Tensor, num_keys: int):
+        super().__init__(start, rows, size)
+        self.valid, self.empty_rows = valid, empty_rows  # [C, K], [C]
+        self._ids, self._num_keys = ids, num_keys
 
     def gather(self, keys: Tensor) -> Tensor:
         """[C, K, D]: the key of every slot, in the dtype that products are fed with."""
@@ -144,19 +142,23 @@ class SlotTile:
 
 
 def slot_tiles(indices: Tensor, num_keys: int, topk_length: Tensor | None, bytes_per_slot: int) -> Iterator[SlotTile]:
-    """Tiles of rows whose temporaries are about one tile's bytes. Slots are padded to a multiple of LANES."""
+    """The tiles in order. Slots are padded to a multiple of LANES."""
     rows = indices.shape[0]
     indices = pad_width(indices, -1)
-    budget = workspace_bytes(indices.device)
-    if indices.device.type == "cpu":  # a tile that stays in cache is fastest
-        target, most = CPU_TILE_BYTES, 64
-    else:  # launches cost more than the work of a small tile
-        target, most = GPU_TILE_BYTES, 1 << (rows - 1).bit_length()
-        while target > budget:
-            target //= 2
-    size = max(1, min(most, target // (bytes_per_slot * indices.shape[1])))
-    for start in range(0, rows, size):
-        yield SlotTile(start, min(rows, start + size), size, indices, num_keys, topk_length)
+    size = tile_rows(bytes_per_slot * indices.shape[1], indices.device)
+    for first in range(0, rows, size * TILES_PREPARED_AT_ONCE):
+        tiles = min(TILES_PREPARED_AT_ONCE, -(-(rows - first) // size))
+        group = RowTile(first, rows, tiles * size)
+        ids = group.rows_of(indices, -1)
+        valid = ids == ids.clamp(0, num_keys - 1)
+        if topk_length is not None:
+            valid &= torch.arange(ids.shape[1], device=ids.device) < group.rows_of(topk_length)[:, None]
+        seen = torch.where(valid, ids, -1).amax(-1, keepdim=True)
+        empty_rows = seen[:, 0] < 0
+        ids = torch.where(valid, ids, seen.clamp_(min=0))
+        for i in range(tiles):
+            at = slice(i * size, (i + 1) * size)
+            yield SlotTile(first + i * size, rows, size, ids[at], valid[at], empty_rows[at], num_keys)
 
 
 def slot_bytes(width: int, heads: int, dtype: torch.dtype, backward: bool) -> int:

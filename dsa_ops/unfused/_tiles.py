@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dsa_ops.checks import accumulation_dtype
-from dsa_ops.unfused._common import LANES, mm_wide, operand_dtype, pad_rows, pad_width, weighted_sum
+from dsa_ops.unfused._common import LANES, RowTile, mm_wide, operand_dtype, pad_rows, pad_width, weighted_sum
 
 
 @dataclass(frozen=True)
@@ -30,24 +30,18 @@ class Grid:
         return Grid(rows=max(LANES, min(512, 8192 // heads // LANES * LANES)), keys=4096)
 
 
-@dataclass(frozen=True)
-class RowTile:
-    """Rows [start, stop) of the pack with their clamped bounds, padded to R with rows that see nothing."""
+class GridTile(RowTile):
+    """Rows of the pack with their clamped bounds; rows of the padding see nothing."""
 
-    start: int
-    stop: int
-    starts: Tensor  # [R, 1]
-    ends: Tensor  # [R, 1]
-    key_tiles: range  # first keys of the tiles that some row sees
+    def __init__(self, start: int, rows: int, starts: Tensor, ends: Tensor, key_tiles: range):
+        super().__init__(start, rows, starts.shape[0])
+        self.starts, self.ends = starts, ends  # [R, 1]
+        self.key_tiles = key_tiles  # first keys of the tiles that some row sees
 
     def visible(self, first_key: int, num: int) -> Tensor:
         """[R, num]: which of the keys from first_key on each row may see."""
-        keys = torch.arange(first_key, first_key + num, device=self.starts.device)
+        keys = torch.arange(first_key, first_key + num, device=self.starts.device, dtype=torch.int32)
         return (keys >= self.starts) & (keys < self.ends)
-
-    def rows_of(self, x: Tensor) -> Tensor:
-        """This tile's rows of x [T, ...], zeros in the padding."""
-        return pad_rows(x[self.start : self.stop], self.starts.shape[0])
 
 
 def row_tiles(starts: Tensor, ends: Tensor, num_keys: int, grid: Grid):
@@ -65,7 +59,7 @@ def row_tiles(starts: Tensor, ends: Tensor, num_keys: int, grid: Grid):
         spans = [(0, num_keys)] * tiles
     for i, (lo, hi) in enumerate(spans):
         key_tiles = range(lo // grid.keys * grid.keys, hi, grid.keys)
-        yield RowTile(i * grid.rows, min(rows, (i + 1) * grid.rows), starts[i], ends[i], key_tiles)
+        yield GridTile(i * grid.rows, rows, starts[i], ends[i], key_tiles)
 
 
 def key_tile(k: Tensor, first_key: int, grid: Grid) -> Tensor:
@@ -76,7 +70,7 @@ def key_tile(k: Tensor, first_key: int, grid: Grid) -> Tensor:
 class IndexRows:
     """The index queries of one row tile, ready to score key tiles."""
 
-    def __init__(self, q: Tensor, weights: Tensor, tile: RowTile, relu: bool):
+    def __init__(self, q: Tensor, weights: Tensor, tile: GridTile, relu: bool):
         self.operand = operand_dtype(q.dtype, q.device)
         self.q_RIE = pad_width(tile.rows_of(q)).to(self.operand)
         self.weights_RI = tile.rows_of(weights).to(accumulation_dtype(q.dtype))

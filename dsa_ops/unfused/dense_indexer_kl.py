@@ -10,13 +10,13 @@ from torch import Tensor
 
 from dsa_ops.checks import accumulation_dtype
 from dsa_ops.unfused._common import bmm_wide, mm_wide, operand_dtype, pad_width, relu_gradient, workspace_bytes
-from dsa_ops.unfused._tiles import Grid, IndexRows, RowTile, key_tile, row_tiles
+from dsa_ops.unfused._tiles import Grid, GridTile, IndexRows, key_tile, row_tiles
 
 
 class _AttentionRows:
     """The attention queries of one row tile, ready to give the target on key tiles."""
 
-    def __init__(self, q: Tensor, lse: Tensor, tile: RowTile, softmax_scale: float, total_heads: int):
+    def __init__(self, q: Tensor, lse: Tensor, tile: GridTile, softmax_scale: float, total_heads: int):
         self.operand = operand_dtype(q.dtype, q.device)
         self.q_RHD = pad_width(tile.rows_of(q)).to(self.operand)
         lse = tile.rows_of(lse)
@@ -41,7 +41,7 @@ class _AttentionRows:
 class _IndexTile:
     """Normalised scores of one row tile against its key tiles: computed once if the budget keeps them, else twice."""
 
-    def __init__(self, rows: IndexRows, k: Tensor, tile: RowTile, grid: Grid, keep_dots: bool, budget: int):
+    def __init__(self, rows: IndexRows, k: Tensor, tile: GridTile, grid: Grid, keep_dots: bool, budget: int):
         self.rows, self.k, self.tile, self.grid, self.keep_dots = rows, k, tile, grid, keep_dots
         per_score = rows.weights_RI.element_size() * (1 + (rows.weights_RI.shape[1] if keep_dots else 0)) + 1
         keep = len(tile.key_tiles) * grid.rows * grid.keys * per_score <= budget // 2
@@ -70,7 +70,7 @@ class _IndexTile:
 
 def _row_tiles(
     index_q, index_k, index_weights, q, k, lse, starts, ends, softmax_scale, relu, total_heads, keep_dots
-) -> Iterator[tuple[RowTile, Grid, _IndexTile, _AttentionRows]]:
+) -> Iterator[tuple[GridTile, Grid, _IndexTile, _AttentionRows]]:
     heads = q.shape[1]
     grid = Grid.for_heads(max(index_q.shape[1], heads), q.device)
     budget = workspace_bytes(q.device)
@@ -106,7 +106,7 @@ def dense_indexer_kl_unfused(
             t_RN = attention_rows.target(key_tile(k, first_key, grid), visible_RN)
             log_ratio_RN = t_RN.log() - log_p_RN if entropy else -log_p_RN
             kl_R += (t_RN * log_ratio_RN).masked_fill_(t_RN == 0, 0).sum(1)  # 0 log 0 = 0
-        kl[tile.start : tile.stop] = kl_R[: tile.stop - tile.start]
+        tile.store(kl, kl_R)
     # not a product with zero: the kl of a row of weight 0, the weight of a row without keys may be anything
     counts = (row_weight != 0) & (ends.clamp(max=index_k.shape[0]) > starts.clamp(min=0))
     return torch.where(counts, row_weight.to(acc) * kl, 0).sum(), kl
@@ -142,7 +142,6 @@ def dense_indexer_kl_backward_unfused(
         index_q, index_k, index_weights, q, k, lse, starts, ends, softmax_scale, relu, total_heads, keep_dots=True
     ):
         heads = index_q.shape[1]
-        rows = slice(tile.start, tile.stop)
         coefficient_R1 = tile.rows_of(coefficient)[:, None]
         q_RIE, weights_RI1 = index_tile.rows.q_RIE, index_tile.rows.weights_RI[..., None]
         # a NaN or infinity in a key or query must reach only rows and keys that see it; their scores carry it there
@@ -175,9 +174,9 @@ def dense_indexer_kl_backward_unfused(
                     last_key = min(num_keys, first_key + grid.keys)
                     grad_k[first_key:last_key] += mm_wide(grad_dots.t(), flat_q)[: last_key - first_key, :width]
         if need_q:
-            grad_q[rows] = grad_q_tile.view(grid.rows, heads, -1)[: tile.stop - tile.start, :, :width]
+            tile.store(grad_q, grad_q_tile.view(grid.rows, heads, -1)[..., :width])
         if need_weights:
-            grad_weights[rows] = grad_weights_tile[: tile.stop - tile.start, :, 0]
+            tile.store(grad_weights, grad_weights_tile[..., 0])
     return grad_q, grad_k.to(index_k.dtype), grad_weights
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsa_ops.checks import accumulation_dtype
 from dsa_ops.unfused._common import workspace_bytes
-from dsa_ops.unfused._tiles import Grid, IndexRows, RowTile, key_tile, row_tiles
+from dsa_ops.unfused._tiles import Grid, GridTile, IndexRows, key_tile, row_tiles
 
 INVISIBLE = torch.iinfo(torch.int32).min  # below the rank of -inf
 BYTES_PER_CANDIDATE = 40  # scores, ranks, composite keys and the copies topk makes
@@ -30,12 +30,12 @@ def indexer_topk_unfused(
             best = _merge(best, *_score_block(index_rows, k, tile, tile.key_tiles[i : i + block], grid), topk)
         if best is not None:
             found = best[0].shape[1]
-            indices[tile.start : tile.stop, :found] = best[0][: tile.stop - tile.start]
-            scores[tile.start : tile.stop, :found] = best[1][: tile.stop - tile.start]
+            tile.store(indices[:, :found], best[0])
+            tile.store(scores[:, :found], best[1])
     return indices, scores
 
 
-def _score_block(index_rows: IndexRows, k: Tensor, tile: RowTile, first_keys: range, grid: Grid):
+def _score_block(index_rows: IndexRows, k: Tensor, tile: GridTile, first_keys: range, grid: Grid):
     """Scores [R, N] of consecutive key tiles, the id of the first column, and which columns each row may see."""
     columns = len(first_keys) * grid.keys
     scores_RN = index_rows.weights_RI.new_empty(grid.rows, columns)
