@@ -123,7 +123,10 @@ def test_frozen(layout):
     module, x = layer("sparse", sink=True), hidden(B, L)
     sparse = run(module, x, layout)[0]
     module.mode = "frozen"
+    graphs = []
+    module.indexer.register_forward_hook(lambda module, args, out: graphs.extend(t.requires_grad for t in out))
     got = run(module, x, layout)[0]
+    assert graphs == [False] * 3
     assert torch.equal(got.indices, sparse.indices) and torch.equal(got.out, sparse.out)
     assert got.loss is None and got.kl is None
     got.out.sum().backward()
