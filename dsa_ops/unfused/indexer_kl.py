@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dsa_ops.checks import accumulation_dtype
-from dsa_ops.unfused._common import RowTile, tile_rows
+from dsa_ops.unfused._common import RowTile, pad_width, tile_rows
 
 EMPTY_TARGET = 1e-10  # a row whose target sums to less counts as empty
 
@@ -16,11 +16,11 @@ def _tiles(target: Tensor, scores: Tensor, indices: Tensor):
     size = tile_rows(slots * acc.itemsize * 6, target.device)
     for start in range(0, rows, size):
         tile = RowTile(start, rows, size)
-        empty_CK = tile.rows_of(indices, -1) < 0
-        target_CK = tile.rows_of(target).to(acc).masked_fill(empty_CK, 0)
+        empty_CK = pad_width(tile.rows_of(indices, -1), -1) < 0
+        target_CK = pad_width(tile.rows_of(target)).to(acc).masked_fill(empty_CK, 0)
         total_C1 = target_CK.sum(-1, keepdim=True)
         empty_C1 = (total_C1 < EMPTY_TARGET) | empty_CK.all(-1, keepdim=True)
-        logits_CK = tile.rows_of(scores).to(acc).masked_fill(empty_CK, -torch.inf).masked_fill_(empty_C1, 0)
+        logits_CK = pad_width(tile.rows_of(scores)).to(acc).masked_fill(empty_CK, -torch.inf).masked_fill_(empty_C1, 0)
         yield tile, target_CK.div_(total_C1), torch.log_softmax(logits_CK, -1), empty_CK, empty_C1
 
 
@@ -36,5 +36,5 @@ def indexer_kl_backward_unfused(grad_kl: Tensor, target: Tensor, scores: Tensor,
     grad_scores = scores.new_empty(scores.shape)
     for tile, t_CK, log_p_CK, empty_CK, empty_C1 in _tiles(target, scores, indices):
         grad_CK = log_p_CK.exp_().sub_(t_CK).mul_(tile.rows_of(grad_kl)[:, None].to(t_CK.dtype))
-        tile.store(grad_scores, grad_CK.masked_fill_(empty_CK | empty_C1, 0))
+        tile.store(grad_scores, grad_CK.masked_fill_(empty_CK | empty_C1, 0)[:, : scores.shape[1]])
     return grad_scores

@@ -36,7 +36,10 @@ def test_vmap(name, shared, device):
     found = torch.vmap(lambda *a: calls.as_tuple(calls.op(name)(*a)), in_dims=tuple(dims.values()))(*stack.values())
     one_by_one = [calls.as_tuple(calls.op(name)(*s.values())) for s in singles]
     for got, *want in zip(found, *one_by_one, strict=True):
-        assert torch.equal(calls.bits(got), calls.bits(torch.stack(want)))
+        if torch.device(device).type == "cpu":
+            assert torch.equal(calls.bits(got), calls.bits(torch.stack(want)))
+        else:  # sums over queries are in no fixed order there
+            calls.assert_near(got.double(), torch.stack(want).double())
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
