@@ -308,6 +308,22 @@ def test_hadamard_leaves_scores_alone():
     close(rotated(x).loss, plain(x).loss, tolerance=1e-12)
 
 
+def test_indexer_by_itself():
+    """q and k in the module's dtype, weights in float32 with both scales folded in; nothing detached."""
+    module = layer("sparse", dtype=torch.bfloat16).indexer
+    x, resid = hidden(B, L, dtype=torch.bfloat16), hidden(B, L, size=20, dtype=torch.bfloat16)
+    table = rotary_table(torch.arange(L), 6, 100.0)
+    q, k, weights = module(x, resid, table)
+    assert (q.shape, k.shape, weights.shape) == ((B, L, 2, 16), (B, L, 16), (B, L, 2))
+    assert (q.dtype, k.dtype, weights.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    close(weights, torch.nn.functional.linear(x, module.weights_proj.weight).float() * 32**-0.5, tolerance=1e-6)
+    sum(t.float().sum() for t in (q, k, weights)).backward()
+    assert x.grad is not None and resid.grad is not None
+    picked = module.select(x, resid, table, topk=3)
+    assert picked.indices.shape == picked.scores.shape == (B, L, 3)
+    assert module.select(x, resid, table).indices.shape == (B, L, SMALL["index_topk"])
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("mode", ["dense", "warmup", "sparse", "frozen"])
 @pytest.mark.parametrize("layout", ["causal", "ragged"])
