@@ -248,7 +248,4 @@ def _sum_over_group(target: Tensor, group: Any) -> Tensor:
     # imported here: these modules cost time, and single-process users never need them
     from torch.distributed import _functional_collectives as collectives
 
-    target = collectives.all_reduce(target, "sum", group)
-    if isinstance(target, collectives.AsyncCollectiveTensor):
-        target = target.wait()
-    return target
+    return collectives.all_reduce(target, "sum", group)  # waited for by the op that reads it
