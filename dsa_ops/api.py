@@ -68,6 +68,11 @@ class _Batch(NamedTuple):
         return torch.where(ids < 0, -1, ids - self.first_keys(ids.device)[..., None])
 
 
+def _size(x: Tensor, dim: int) -> int:
+    """x.shape[dim], 0 for a scalar, which the op's check refuses."""
+    return x.shape[dim] if x.dim() else 0
+
+
 def _tensor(op: str, name: str, x: Any) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
@@ -82,12 +87,12 @@ def _int32(op: str, name: str, x: Tensor) -> Tensor:
     return x.clamp(-MAX_ROWS, _INT32_MAX).to(torch.int32)
 
 
-def _ids(op: str, indices: Tensor, num_keys: int, batch: _Batch | None, topk_length: Tensor | None = None) -> Tensor:
+def _ids(op: str, indices: Tensor, keys: Tensor, batch: _Batch | None, topk_length: Tensor | None = None) -> Tensor:
     _tensor(op, "indices", indices)
     if indices.dtype == torch.int32 and batch is None:
         return indices
     if not torch.compiler.is_compiling() and indices.numel() and validates(indices.device):
-        _check_local_ids(op, indices, num_keys, topk_length)
+        _check_local_ids(op, indices, _size(keys, 0) if batch is None else batch.keys, topk_length)
     indices = _int32(op, "indices", indices)
     return indices if batch is None else batch.pack_ids(indices)
 
@@ -122,9 +127,11 @@ def _batch(op: str, q: Tensor, q_rank: int, k_name: str, k: Tensor) -> _Batch | 
     return batch
 
 
-def _bounds(op: str, starts, ends, q: Tensor, rows: int, keys: int, batch: _Batch | None) -> tuple[Tensor, Tensor]:
+def _bounds(op: str, starts, ends, q: Tensor, k: Tensor, batch: _Batch | None) -> tuple[Tensor, Tensor]:
     """int32 bounds of the pack; (None, None) is causal."""
     if starts is None and ends is None:
+        rows = _size(q, 0) if batch is None else batch.rows
+        keys = _size(k, 0) if batch is None else batch.keys
         if rows != keys:
             raise ValueError(
                 f"{op}: starts and ends must be given unless there are as many keys as query rows, "
@@ -147,7 +154,8 @@ def _bounds(op: str, starts, ends, q: Tensor, rows: int, keys: int, batch: _Batc
 
 def _scale(op: str, softmax_scale: float | None, q: Tensor) -> float:
     if softmax_scale is None:
-        return q.shape[-1] ** -0.5
+        width = _size(q, -1)
+        return width**-0.5 if width > 0 else 1.0  # without a width the op's check refuses q
     if not isinstance(softmax_scale, (int, float, torch.SymFloat)):
         raise TypeError(f"{op}: softmax_scale must be a float, got {type(softmax_scale).__name__}")
     return softmax_scale
@@ -177,10 +185,8 @@ def _indexer_topk_args(q, k, weights, *, starts=None, ends=None, topk, relu=True
     _tensor(op, "weights", weights)
     topk = _count(op, "topk", topk)
     batch = _batch(op, q, 3, "k", k)
-    if batch is None:
-        starts, ends = _bounds(op, starts, ends, q, q.shape[0] if q.dim() else 0, k.shape[0] if k.dim() else 0, None)
-    else:
-        starts, ends = _bounds(op, starts, ends, q, batch.rows, batch.keys, batch)
+    starts, ends = _bounds(op, starts, ends, q, k, batch)
+    if batch is not None:
         q, k = batch.pack("q", q), batch.pack("k", k, per_key=True)
         weights = batch.pack("weights", weights)
     return (q, k, weights, starts, ends, topk, relu), batch
@@ -238,7 +244,7 @@ def _indexer_scores_args(q, k, weights, indices, *, relu=True):
     _tensor(op, "k", k)
     _tensor(op, "weights", weights)
     batch = _batch(op, q, 3, "k", k)
-    indices = _ids(op, indices, k.shape[0 if batch is None else 1] if k.dim() else 0, batch)
+    indices = _ids(op, indices, k, batch)
     if batch is not None:
         q, k = batch.pack("q", q), batch.pack("k", k, per_key=True)
         weights = batch.pack("weights", weights)
@@ -275,10 +281,10 @@ def _sparse_mla_args(q, kv, indices, softmax_scale=None, d_v=None, *, sink=None,
     if sink is not None:
         _tensor(op, "sink", sink)
     batch = _batch(op, q, 3, "kv", kv)
-    indices = _ids(op, indices, kv.shape[0 if batch is None else 1] if kv.dim() else 0, batch, topk_length)
+    indices = _ids(op, indices, kv, batch, topk_length)
     topk_length = _length(op, topk_length, batch)
     softmax_scale = _scale(op, softmax_scale, q)
-    d_v = q.shape[-1] if d_v is None else _count(op, "d_v", d_v)
+    d_v = _size(q, -1) if d_v is None else _count(op, "d_v", d_v)
     if batch is not None:
         q, kv = batch.pack("q", q), batch.pack("kv", kv, per_key=True)
     return (q, kv, indices, softmax_scale, d_v, sink, topk_length), batch
@@ -336,7 +342,7 @@ def _attention_target_args(q, kv, lse, indices, softmax_scale=None, *, topk_leng
     _tensor(op, "kv", kv)
     _tensor(op, "lse", lse)
     batch = _batch(op, q, 3, "kv", kv)
-    indices = _ids(op, indices, kv.shape[0 if batch is None else 1] if kv.dim() else 0, batch, topk_length)
+    indices = _ids(op, indices, kv, batch, topk_length)
     topk_length = _length(op, topk_length, batch)
     softmax_scale = _scale(op, softmax_scale, q)
     if batch is not None:
@@ -433,26 +439,26 @@ def _dense_indexer_kl_args(
     total_heads=None,
 ):
     op = "dense_indexer_kl"
-    named = dict(index_q=index_q, index_k=index_k, index_weights=index_weights, q=q, k=k, lse=lse)
+    _tensor(op, "index_q", index_q)
+    _tensor(op, "index_k", index_k)
+    _tensor(op, "index_weights", index_weights)
+    _tensor(op, "q", q)
+    _tensor(op, "k", k)
+    _tensor(op, "lse", lse)
     if row_weight is not None:
-        named["row_weight"] = row_weight
-    for name, x in named.items():
-        _tensor(op, name, x)
+        _tensor(op, "row_weight", row_weight)
     softmax_scale = _scale(op, softmax_scale, q)
     total_heads = 0 if total_heads is None else _count(op, "total_heads", total_heads)
     batch = _batch(op, index_q, 3, "index_k", index_k)
-    if batch is None:
-        rows = index_q.shape[0] if index_q.dim() else 0
-        starts, ends = _bounds(op, starts, ends, index_q, rows, index_k.shape[0] if index_k.dim() else 0, None)
-    else:
-        rows = batch.size * batch.rows
-        starts, ends = _bounds(op, starts, ends, index_q, batch.rows, batch.keys, batch)
+    starts, ends = _bounds(op, starts, ends, index_q, index_k, batch)
+    if batch is not None:
         index_q, index_k = batch.pack("index_q", index_q), batch.pack("index_k", index_k, per_key=True)
         index_weights = batch.pack("index_weights", index_weights)
         q, k, lse = batch.pack("q", q), batch.pack("k", k, per_key=True), batch.pack("lse", lse)
         row_weight = None if row_weight is None else batch.pack("row_weight", row_weight)
     if row_weight is None:
         dtype = torch.float64 if index_q.dtype == torch.float64 else torch.float32
+        rows = _size(index_q, 0)
         row_weight = torch.ones(rows, dtype=dtype, device=index_q.device) / max(rows, 1)
     args = (index_q, index_k, index_weights, q, k, lse, starts, ends, softmax_scale, row_weight, relu, total_heads)
     return args, batch
