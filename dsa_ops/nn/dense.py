@@ -42,8 +42,8 @@ def dense_attention(
         q = q + F.pad(ones, (wide, width - wide - parts))
     if (starts is None or ends is None) and sinks is None:
         return _sdpa(q, k, v, softmax_scale, is_causal=True)[..., :narrow]
-    # The null key: value 0, and what a row attends to beside its visible keys, as a sink, or instead of them, where some
-    # fused kernels would give something else than 0.
+    # The null key: value 0, and what a row attends to beside its visible keys (a sink) or instead of them: of a row
+    # without any, some fused kernels make something else than 0.
     null = k.new_zeros(k.shape[0], 1, *k.shape[2:])
     if sinks is not None:
         null = null + _sink_row(sinks, softmax_scale, k.dtype, wide, width)
