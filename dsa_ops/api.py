@@ -5,6 +5,7 @@ Packed tensors ("THD") are the ops' own layout: T query rows, S key rows. Batche
 [B, L, ...]. Whether a call is batched is told by the rank of the first argument.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -161,7 +162,7 @@ def _scale(op: str, softmax_scale: float | None, q: Tensor) -> float:
     return softmax_scale
 
 
-def _count(op: str, name: str, value: Any) -> int:
+def _count(op: str, name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
     return value
@@ -525,7 +526,7 @@ def dense_indexer_kl(
     return DenseIndexerKLOutput(loss, kl if batch is None else batch.unpack(kl))
 
 
-_ARGS = {
+_ARGS: dict[str, Callable[..., tuple[tuple, _Batch | None]]] = {
     "indexer_topk": _indexer_topk_args,
     "indexer_scores": _indexer_scores_args,
     "sparse_mla": _sparse_mla_args,
@@ -550,5 +551,9 @@ def explain(op: str, *args: Any, **kwargs: Any) -> dispatch.Explanation:
         return dispatch.explain_op(op, op_args)
     if op not in dispatch.KERNELS:
         raise ValueError(f"explain: op must be one of {', '.join(sorted(dispatch.KERNELS))}, got {op!r}")
-    names = [a.name for a in getattr(torch.ops.dsa, op).default._schema.arguments]
-    return dispatch.explain_op(op, tuple({**dict(zip(names, args, strict=False)), **kwargs}.values()))
+    arguments = getattr(torch.ops.dsa, op).default._schema.arguments
+    given = {**{a.name: x for a, x in zip(arguments, args, strict=False)}, **kwargs}
+    missing = [a.name for a in arguments if a.name not in given and not a.has_default_value()]
+    if missing or len(given) != len(args) + len(kwargs) or given.keys() - {a.name for a in arguments}:
+        raise TypeError(f"explain: {op} takes {', '.join(a.name for a in arguments)}; got {', '.join(given)}")
+    return dispatch.explain_op(op, tuple(given.get(a.name, a.default_value) for a in arguments))

@@ -123,7 +123,7 @@ def choose(op: str, args: tuple) -> tuple[str | None, Callable | None, dict[str,
     device = next(a.device for a in args if isinstance(a, Tensor))
     if reason := _backend_refusal(op, device):
         return None, None, {"tilelang": reason}
-    refusals = {}
+    refusals: dict[str, str] = {}
     for kernel in KERNELS[op]:
         module = _kernel_module(kernel)
         reason = module if isinstance(module, str) else module.refuse(*args)

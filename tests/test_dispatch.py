@@ -233,3 +233,13 @@ def test_warmup_reports_every_op():
 def test_warmup_with_bad_widths(changes, text):
     with pytest.raises(ValueError, match=f"warmup: {text}"):
         dsa_ops.warmup(**{"heads": 16, "index_heads": 8, **changes})
+
+
+def test_explain_of_a_backward_op_takes_the_ops_arguments():
+    args = inputs.arguments("indexer_kl_backward")
+    assert dsa_ops.explain("indexer_kl_backward", **args).backend == "unfused"
+    target = args.pop("target")
+    with pytest.raises(TypeError, match="explain: indexer_kl_backward takes grad_kl, target, scores, indices; got"):
+        dsa_ops.explain("indexer_kl_backward", **args)
+    with pytest.raises(TypeError, match="explain: indexer_kl_backward takes .* got .*kv"):
+        dsa_ops.explain("indexer_kl_backward", **args, target=target, kv=target)

@@ -150,6 +150,7 @@ def dense_indexer_kl_backward_unfused(
         grad_q_tile = flat_q.new_zeros(flat_q.shape, dtype=acc)
         grad_weights_tile = weights_RI1.new_zeros(grid.rows, heads, 1)
         for first_key, log_p_RN, visible_RN, dots_RIN in index_tile.key_tiles():
+            assert dots_RIN is not None  # kept, or computed again
             t_RN = attention_rows.target(key_tile(k, first_key, grid), visible_RN)
             hidden_RN = ~visible_RN | (coefficient_R1 == 0)
             grad_scores_RN = log_p_RN.exp_().mul_(share).sub_(t_RN).mul_(coefficient_R1).masked_fill_(hidden_RN, 0)

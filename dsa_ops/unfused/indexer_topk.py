@@ -27,7 +27,8 @@ def indexer_topk_unfused(
         index_rows = IndexRows(q, weights, tile, relu)
         best = None
         for i in range(0, len(tile.key_tiles), block):
-            best = _merge(best, *_score_block(index_rows, k, tile, tile.key_tiles[i : i + block], grid), topk)
+            scores_RN, visible_RN = _score_block(index_rows, k, tile, tile.key_tiles[i : i + block], grid)
+            best = _merge(best, scores_RN, tile.key_tiles[i], visible_RN, topk)
         if best is not None:
             found = best[0].shape[1]
             tile.store(indices[:, :found], best[0])
@@ -36,13 +37,13 @@ def indexer_topk_unfused(
 
 
 def _score_block(index_rows: IndexRows, k: Tensor, tile: GridTile, first_keys: range, grid: Grid):
-    """Scores [R, N] of consecutive key tiles, the id of the first column, and which columns each row may see."""
+    """Scores [R, N] of consecutive key tiles, and which of the keys each row may see."""
     columns = len(first_keys) * grid.keys
     scores_RN = index_rows.weights_RI.new_empty(grid.rows, columns)
     for i, first_key in enumerate(first_keys):
         dots = index_rows.dots(key_tile(k, first_key, grid))
         scores_RN[:, i * grid.keys : (i + 1) * grid.keys] = index_rows.scores(dots)
-    return scores_RN, first_keys[0], tile.visible(first_keys[0], columns)
+    return scores_RN, tile.visible(first_keys[0], columns)
 
 
 def _merge(best, scores_RN: Tensor, first_id: int, visible_RN: Tensor, topk: int):

@@ -106,7 +106,7 @@ def sparse_mla_backward_unfused(
             values_CKV = keys_CKD[..., : grad_out_CHV.shape[-1]]
             grad_logits_CHK = bmm_wide(grad_out_CHV, values_CKV.transpose(1, 2))
             grad_logits_CHK.sub_(delta_CH[..., None]).mul_(p_CHK)
-            if need_sink:
+            if need_sink and sink is not None:
                 share_CH = torch.exp(sink.to(acc) - norm_CH) * delta_CH
                 grad_sink.sub_(share_CH.masked_fill_(tile.empty_rows[:, None], 0).sum(0))
         if grad_lse is not None:
