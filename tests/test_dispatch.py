@@ -241,5 +241,5 @@ def test_explain_of_a_backward_op_takes_the_ops_arguments():
     target = args.pop("target")
     with pytest.raises(TypeError, match="explain: indexer_kl_backward takes grad_kl, target, scores, indices; got"):
         dsa_ops.explain("indexer_kl_backward", **args)
-    with pytest.raises(TypeError, match="explain: indexer_kl_backward takes .* got .*kv"):
+    with pytest.raises(TypeError, match=r"explain: indexer_kl_backward takes .* got .*kv"):
         dsa_ops.explain("indexer_kl_backward", **args, target=target, kv=target)
