@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsa_ops import dispatch
+from dsa_ops import checks, dispatch
 from dsa_ops import ops as _ops  # noqa: F401  (registers torch.ops.dsa.*)
 from dsa_ops.checks import MAX_ROWS, validates
 from dsa_ops.results import DenseIndexerKLOutput, IndexerTopkOutput, SparseMLAOutput
@@ -92,15 +92,24 @@ def _ids(op: str, indices: Tensor, keys: Tensor, batch: _Batch | None, topk_leng
     _tensor(op, "indices", indices)
     if indices.dtype == torch.int32 and batch is None:
         return indices
-    if not torch.compiler.is_compiling() and indices.numel() and validates(indices.device):
+    if topk_length is not None:
+        _tensor(op, "topk_length", topk_length)
+    if _readable(indices, topk_length) and indices.numel() and validates(indices.device):
         _check_local_ids(op, indices, _size(keys, 0) if batch is None else batch.keys, topk_length)
     indices = _int32(op, "indices", indices)
     return indices if batch is None else batch.pack_ids(indices)
 
 
+def _readable(*tensors: Tensor | None) -> bool:
+    """Whether values may be looked at here: not while tracing, under a transform, or where there are none."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return all(x is None or (type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta") for x in tensors)
+
+
 def _check_local_ids(op: str, indices: Tensor, num_keys: int, topk_length: Tensor | None) -> None:
     """The op's own check, but for the ids as the caller wrote them: before they are clamped or moved."""
-    if indices.dtype not in (torch.int32, torch.int64) or indices.device.type == "meta":
+    if indices.dtype not in (torch.int32, torch.int64):
         return
     bad = indices >= num_keys
     if topk_length is not None and topk_length.shape == indices.shape[:-1]:
@@ -157,7 +166,7 @@ def _scale(op: str, softmax_scale: float | None, q: Tensor) -> float:
     if softmax_scale is None:
         width = _size(q, -1)
         return width**-0.5 if width > 0 else 1.0  # without a width the op's check refuses q
-    if not isinstance(softmax_scale, (int, float, torch.SymFloat)):
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float, torch.SymFloat)):
         raise TypeError(f"{op}: softmax_scale must be a float, got {type(softmax_scale).__name__}")
     return softmax_scale
 
@@ -166,6 +175,11 @@ def _count(op: str, name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{op}: {name} must be an int, got {type(value).__name__}")
     return value
+
+
+def _flag(op: str, name: str, value: Any) -> None:
+    if value is not True and value is not False:
+        raise TypeError(f"{op}: {name} must be a bool, got {type(value).__name__}")
 
 
 def _length(op: str, topk_length: Tensor | None, batch: _Batch | None) -> Tensor | None:
@@ -185,6 +199,7 @@ def _indexer_topk_args(q, k, weights, *, starts=None, ends=None, topk, relu=True
     _tensor(op, "k", k)
     _tensor(op, "weights", weights)
     topk = _count(op, "topk", topk)
+    _flag(op, "relu", relu)
     batch = _batch(op, q, 3, "k", k)
     starts, ends = _bounds(op, starts, ends, q, k, batch)
     if batch is not None:
@@ -241,6 +256,7 @@ def indexer_topk(
 
 def _indexer_scores_args(q, k, weights, indices, *, relu=True):
     op = "indexer_scores"
+    _flag(op, "relu", relu)
     _tensor(op, "q", q)
     _tensor(op, "k", k)
     _tensor(op, "weights", weights)
@@ -449,6 +465,7 @@ def _dense_indexer_kl_args(
     if row_weight is not None:
         _tensor(op, "row_weight", row_weight)
     softmax_scale = _scale(op, softmax_scale, q)
+    _flag(op, "relu", relu)
     total_heads = 0 if total_heads is None else _count(op, "total_heads", total_heads)
     batch = _batch(op, index_q, 3, "index_k", index_k)
     starts, ends = _bounds(op, starts, ends, index_q, index_k, batch)
@@ -536,6 +553,10 @@ _ARGS: dict[str, Callable[..., tuple[tuple, _Batch | None]]] = {
 }
 
 
+for _name, _function in _ARGS.items():
+    _function.__qualname__ = _name  # what Python calls it where an argument is missing
+
+
 def explain(op: str, *args: Any, **kwargs: Any) -> dispatch.Explanation:
     """Which backend and kernel a call would run on, and why each other one refuses; nothing is run.
 
@@ -548,7 +569,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> dispatch.Explanation:
     """
     if op in _ARGS:
         op_args, _ = _ARGS[op](*args, **kwargs)
-        return dispatch.explain_op(op, op_args)
+        return _explain(op, op_args)
     if op not in dispatch.KERNELS:
         raise ValueError(f"explain: op must be one of {', '.join(sorted(dispatch.KERNELS))}, got {op!r}")
     arguments = getattr(torch.ops.dsa, op).default._schema.arguments
@@ -556,4 +577,9 @@ def explain(op: str, *args: Any, **kwargs: Any) -> dispatch.Explanation:
     missing = [a.name for a in arguments if a.name not in given and not a.has_default_value()]
     if missing or len(given) != len(args) + len(kwargs) or given.keys() - {a.name for a in arguments}:
         raise TypeError(f"explain: {op} takes {', '.join(a.name for a in arguments)}; got {', '.join(given)}")
-    return dispatch.explain_op(op, tuple(given.get(a.name, a.default_value) for a in arguments))
+    return _explain(op, tuple(given.get(a.name, a.default_value) for a in arguments))
+
+
+def _explain(op: str, op_args: tuple) -> dispatch.Explanation:
+    getattr(checks, f"check_{op}")(*op_args)  # what the op would refuse has no backend
+    return dispatch.explain_op(op, op_args)

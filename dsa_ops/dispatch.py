@@ -39,7 +39,10 @@ KERNELS: dict[str, tuple[Kernel, ...]] = {}
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `dispatch` would do with a call: the backend, the kernel (None when unfused), and why each other said no."""
+    """What `dispatch` would do with a call: the backend, the kernel (None when unfused), and why each other said no.
+
+    `backend` is "none" where a forced backend cannot serve the call, which then raises.
+    """
 
     op: str
     backend: str
@@ -47,19 +50,20 @@ class Explanation:
     refusals: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"dsa::{self.op} runs {self.kernel or 'unfused'}"]
+        what = "raises: the forced backend cannot serve it" if self.backend == "none" else None
+        lines = [f"dsa::{self.op} {what or f'runs {self.kernel or self.backend}'}"]
         lines += [f"  not {name}: {reason}" for name, reason in self.refusals.items()]
         return "\n".join(lines)
 
 
-_forced: str | None = None
+_forced: list[list[str]] = []  # the `backend` blocks that are open, each an object of its own
 _warned: set[tuple[str, str]] = set()
 
 
 def requested_backend() -> str:
     """The backend in force: the innermost `backend(...)`, else DSA_OPS_BACKEND, else "auto"."""
-    if _forced is not None:
-        return _forced
+    if _forced:
+        return _forced[-1][0]
     name = os.environ.get("DSA_OPS_BACKEND") or "auto"
     if name not in BACKENDS:
         raise ValueError(f"DSA_OPS_BACKEND must be one of {', '.join(BACKENDS)}, got {name!r}")
@@ -68,12 +72,12 @@ def requested_backend() -> str:
 
 @contextlib.contextmanager
 def _force(name: str) -> Iterator[None]:
-    global _forced
-    previous, _forced = _forced, name
+    block = [name]
+    _forced.append(block)
     try:
         yield
-    finally:
-        _forced = previous
+    finally:  # blocks of several threads may close in any order
+        _forced[:] = [other for other in _forced if other is not block]
 
 
 def backend(name: str) -> contextlib.AbstractContextManager[None]:
@@ -160,7 +164,9 @@ def explain_op(op: str, args: tuple) -> Explanation:
     if requested == "unfused":
         return Explanation(op, "unfused", None, {"tilelang": "the unfused backend is forced"})
     name, _, refusals = choose(op, args)
-    return Explanation(op, "unfused" if name is None else "tilelang", name, refusals)
+    if name is None:
+        return Explanation(op, "unfused" if requested == "auto" else "none", None, refusals)
+    return Explanation(op, "tilelang", name, refusals)
 
 
 def warmup(
@@ -189,8 +195,10 @@ def warmup(
     for name, value in dict(
         heads=heads, index_heads=index_heads, head_dim=head_dim, v_dim=v_dim, index_dim=index_dim
     ).items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"warmup: {name} must be an integer of at least 1, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"warmup: {name} must be an int, got {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"warmup: {name} must be at least 1, got {value}")
     if v_dim > head_dim:
         raise ValueError(f"warmup: v_dim must be at most head_dim = {head_dim}, got {v_dim}")
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -27,6 +28,8 @@ class DenseIndexerKLOutput(NamedTuple):
     kl: Tensor
 
 
-# torch.export.save refuses a NamedTuple whose class it does not know
-for _cls in (IndexerTopkOutput, SparseMLAOutput, DenseIndexerKLOutput):
+_RESULTS = (IndexerTopkOutput, SparseMLAOutput, DenseIndexerKLOutput)
+# torch.export.save and torch.load refuse a NamedTuple whose class they do not know
+torch.serialization.add_safe_globals([*_RESULTS])
+for _cls in _RESULTS:
     _pytree._register_namedtuple(_cls, serialized_type_name=f"dsa_ops.{_cls.__name__}")

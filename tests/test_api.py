@@ -7,6 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import calls
 import dsa_ops
@@ -357,3 +358,42 @@ def test_export_keeps_the_op_as_one_node_and_round_trips(tmp_path):
     loaded = torch.export.load(tmp_path / "layer.pt2").module()
     half = args["q"][:3], args["kv"], args["indices"][:3]
     same(loaded(*half), Layer()(*half))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("batched", [False, True])
+def test_functions_under_transforms_and_fake_tensors(dtype, batched):
+    """Ids are looked at where they can be, and nowhere else."""
+    q, kv = torch.randn(2, 5, 3, 8), torch.randn(2, 7, 8)
+    ids = torch.randint(-1, 7, (2, 5, 4), dtype=dtype)
+    want = torch.stack([dsa_ops.sparse_mla(*one).out for one in zip(q, kv, ids, strict=True)])
+    if batched:
+        q, kv, ids, want = (x[None] for x in (q, kv, ids, want))
+    same(torch.vmap(lambda *x: dsa_ops.sparse_mla(*x).out)(q, kv, ids), want, 0)
+    one = [x[0] for x in (q, kv, ids)]
+    with FakeTensorMode() as mode:
+        out = dsa_ops.sparse_mla(*map(mode.from_tensor, one)).out
+        assert out.shape == want[0].shape
+
+
+def test_results_load_with_the_default_of_torch_load(tmp_path):
+    result = dsa_ops.sparse_mla(*(arguments("sparse_mla")[n] for n in ("q", "kv", "indices")))
+    torch.save(result, tmp_path / "result.pt")
+    found = torch.load(tmp_path / "result.pt")
+    assert type(found) is type(result)
+    same(found, result, 0)
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_what_is_no_tensor_or_no_bool_is_named(ids):
+    q, kv, indices = (arguments("sparse_mla")[n] for n in ("q", "kv", "indices"))
+    with pytest.raises(TypeError, match=r"sparse_mla: topk_length must be a torch\.Tensor, got list"):
+        dsa_ops.sparse_mla(q, kv, indices.to(ids), topk_length=[3] * len(q))
+    with pytest.raises(TypeError, match="indexer_topk: relu must be a bool, got str"):
+        call("indexer_topk", {**arguments("indexer_topk"), "relu": "x"})
+
+
+def test_autocast_does_not_hide_a_wrong_dtype():
+    q, kv, indices = (arguments("sparse_mla")[n] for n in ("q", "kv", "indices"))
+    with torch.autocast("cpu"), pytest.raises(TypeError, match=r"sparse_mla: q must be .*got torch\.int64"):
+        dsa_ops.sparse_mla(q.long(), kv, indices)

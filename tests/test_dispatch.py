@@ -225,13 +225,14 @@ def test_warmup_reports_every_op():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"heads": 0}, "heads must be an integer of at least 1, got 0"),
-        ({"index_heads": 1.5}, "index_heads must be an integer of at least 1, got 1.5"),
+        ({"heads": 0}, "heads must be at least 1, got 0"),
+        ({"index_heads": 1.5}, "index_heads must be an int, got float"),
+        ({"heads": True}, "heads must be an int, got bool"),
         ({"v_dim": 600}, "v_dim must be at most head_dim = 576, got 600"),
     ],
 )
 def test_warmup_with_bad_widths(changes, text):
-    with pytest.raises(ValueError, match=f"warmup: {text}"):
+    with pytest.raises((ValueError, TypeError), match=f"warmup: {text}"):
         dsa_ops.warmup(**{"heads": 16, "index_heads": 8, **changes})
 
 
@@ -243,3 +244,27 @@ def test_explain_of_a_backward_op_takes_the_ops_arguments():
         dsa_ops.explain("indexer_kl_backward", **args)
     with pytest.raises(TypeError, match=r"explain: indexer_kl_backward takes .* got .*kv"):
         dsa_ops.explain("indexer_kl_backward", **args, target=target, kv=target)
+
+
+def test_explain_refuses_what_the_op_refuses():
+    q, kv, indices = (inputs.arguments("sparse_mla")[n] for n in SPARSE[:3])
+    with pytest.raises(ValueError, match="sparse_mla: q must have shape"):
+        dsa_ops.explain("sparse_mla", q[0], kv, indices)
+    with pytest.raises(TypeError, match=r"sparse_mla\(\) missing 3 required positional arguments"):
+        dsa_ops.explain("sparse_mla")
+
+
+def test_explain_of_a_forced_backend_that_cannot_serve():
+    with dsa_ops.backend("tilelang"):
+        found = explain("sparse_mla")
+    assert found.backend == "none" and "raises" in str(found)
+
+
+def test_blocks_that_close_in_another_order_leave_nothing_forced():
+    first, second = dsa_ops.backend("unfused"), dsa_ops.backend("tilelang")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert dispatch.requested_backend() == "tilelang"
+    second.__exit__(None, None, None)
+    assert dispatch.requested_backend() == "auto"

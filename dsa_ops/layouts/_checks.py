@@ -47,6 +47,8 @@ def row_count(op: str, name: str, value: int) -> None:
 
 def readable(x: Tensor, validate: bool) -> bool:
     """Whether values may be read here: always on CPU, on another device only when asked to, never while tracing."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor or x.device.type == "meta":
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    if type(x) is not Tensor or x.device.type == "meta":
         return False
     return validate or x.device.type == "cpu"

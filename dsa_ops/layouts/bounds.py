@@ -144,7 +144,7 @@ def batched_bounds(
             raise ValueError(f"{op}: lengths needs q_len == k_len, got q_len = {q_len}, k_len = {k_len}")
         if device is None:
             device = lengths.device
-        elif lengths.device != torch.device(device):
+        elif lengths.device != torch.empty(0, device=device).device:  # "cuda" is the current one
             raise ValueError(f"{op}: lengths must be on {device}, got {lengths.device}")
         if check.readable(lengths, validate):
             for number, length in enumerate(lengths.tolist()):

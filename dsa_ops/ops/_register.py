@@ -15,6 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dsa_ops import dispatch
 
+CAST_FROM = (torch.bfloat16, torch.float16, torch.float32)  # float64 stays, the op refuses what is no float
 LIBRARY = torch.library.Library("dsa", "FRAGMENT")  # registrations die with this object
 
 
@@ -51,8 +52,8 @@ def register_op(
             )
         if validate is not None:
             validate(*args)
-        on_cuda = args[first].is_cuda
-        device = "cuda" if on_cuda else "cpu" if args[first].is_cpu else args[first].device.type
+        on_cuda = args[always_given].is_cuda
+        device = "cuda" if on_cuda else "cpu" if args[always_given].is_cpu else args[always_given].device.type
         if not torch.is_autocast_enabled(device):
             return dispatch.run(name, unfused, args, on_cuda)
         with torch.autocast(device, enabled=False):  # on in an eager body, off when a compiled graph runs it
@@ -66,7 +67,7 @@ def register_op(
     op = torch.library.custom_op(f"dsa::{name}", body, mutates_args=(), schema=schema)
     overload = getattr(torch.ops.dsa, name).default
     arguments = overload._schema.arguments
-    first = next(i for i, a in enumerate(arguments) if str(a.type) == "Tensor")  # an optional one may be None
+    always_given = next(i for i, a in enumerate(arguments) if str(a.type) == "Tensor")  # an optional one may be None
     defaults = tuple(a.default_value if a.has_default_value() else None for a in arguments)
 
     op.register_fake(fake)
@@ -82,18 +83,18 @@ def register_op(
     return op
 
 
-def no_second_derivative(op: torch.library.CustomOpDef) -> None:
-    """Differentiating a backward op raises and names it, where the default would drop the gradient."""
+def no_second_derivative(op: torch.library.CustomOpDef, *names: str) -> None:
+    """Differentiating the backward op of these ops raises, where the default would drop the gradient."""
 
     def refuse(ctx, *grads):
-        raise RuntimeError(f"{op._qualname.replace('_backward', '')} has no second derivative")
+        raise RuntimeError(f"{' and '.join(f'dsa::{name}' for name in names)}: there is no second derivative")
 
     op.register_autograd(refuse)
 
 
 def _autocast(overload, device: str, cast: tuple[int, ...], *args):
     dtype = torch.get_autocast_dtype(device)
-    args = tuple(a.to(dtype) if i in cast and a.dtype != torch.float64 else a for i, a in enumerate(args))
+    args = tuple(a.to(dtype) if i in cast and a.dtype in CAST_FROM else a for i, a in enumerate(args))
     with torch.autocast(device, enabled=False):
         return overload(*args)
 

@@ -49,7 +49,7 @@ _backward_op = register_op(
     unfused=dense_indexer_kl_backward_unfused,
     flops=_backward_flops,
 )
-no_second_derivative(_backward_op)
+no_second_derivative(_backward_op, "dense_indexer_kl")
 
 
 def _setup_context(ctx, inputs, output):

@@ -23,7 +23,7 @@ _backward_op = register_op(
     unfused=indexer_kl_backward_unfused,
     flops=lambda grad_kl, target, scores, indices: 4 * target[0] * target[1],
 )
-no_second_derivative(_backward_op)
+no_second_derivative(_backward_op, "indexer_kl")
 
 
 def _setup_context(ctx, inputs, output):

@@ -46,7 +46,7 @@ _backward_op = register_op(
     unfused=indexer_scores_backward_unfused,
     flops=_backward_flops,
 )
-no_second_derivative(_backward_op)
+no_second_derivative(_backward_op, "indexer_scores", "indexer_topk")
 
 
 def scores_gradients(ctx, grad_scores):

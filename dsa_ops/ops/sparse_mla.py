@@ -58,7 +58,7 @@ _backward_op = register_op(
     unfused=sparse_mla_backward_unfused,
     flops=_backward_flops,
 )
-no_second_derivative(_backward_op)
+no_second_derivative(_backward_op, "sparse_mla")
 
 
 def _setup_context(ctx, inputs, output):

@@ -109,8 +109,8 @@ class RowTile:
         self.start, self.stop, self.size = start, min(rows, start + size), size
 
     def rows_of(self, x: Tensor, padding: float = 0) -> Tensor:
-        """This tile's rows of x [T, ...]."""
-        return pad_rows(x[self.start : self.stop], self.size, padding)
+        """This tile's rows of x [T, ...], contiguous: strides, too, decide the order in which libraries sum."""
+        return pad_rows(x[self.start : self.stop], self.size, padding).contiguous()
 
     def store(self, into: Tensor, values: Tensor) -> None:
         """Write this tile's rows, without the padding, into a result [T, ...]."""
@@ -144,12 +144,11 @@ class SlotTile(RowTile):
 def slot_tiles(indices: Tensor, num_keys: int, topk_length: Tensor | None, bytes_per_slot: int) -> Iterator[SlotTile]:
     """The tiles in order. Slots are padded to a multiple of LANES."""
     rows = indices.shape[0]
-    indices = pad_width(indices, -1)
-    size = tile_rows(bytes_per_slot * indices.shape[1], indices.device)
+    size = tile_rows(bytes_per_slot * whole_lanes(indices.shape[1]), indices.device)
     for first in range(0, rows, size * TILES_PREPARED_AT_ONCE):
         tiles = min(TILES_PREPARED_AT_ONCE, -(-(rows - first) // size))
         group = RowTile(first, rows, tiles * size)
-        ids = group.rows_of(indices, -1)
+        ids = pad_width(group.rows_of(indices, -1), -1)
         valid = ids == ids.clamp(0, num_keys - 1)
         if topk_length is not None:
             valid &= torch.arange(ids.shape[1], device=ids.device) < group.rows_of(topk_length)[:, None]

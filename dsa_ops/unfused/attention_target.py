@@ -18,7 +18,7 @@ def attention_target_unfused(
 
     def run_tile(tile: SlotTile) -> None:
         _, _, logits_CHK = attention_logits(tile, q, kv, softmax_scale)
-        target_CK = weights_from(logits_CHK, tile.rows_of(lse)).sum(1).masked_fill_(~tile.valid, 0)
+        target_CK = weights_from(logits_CHK, tile.rows_of(lse), tile).sum(1).masked_fill_(~tile.valid, 0)
         tile.store(target, target_CK[:, : target.shape[1]])
 
     for tile in slot_tiles(indices, kv.shape[0], topk_length, slot_bytes(width, heads, kv.dtype, backward=False)):

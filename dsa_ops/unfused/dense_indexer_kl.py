@@ -3,6 +3,7 @@
 T query rows, S keys, H heads, D width, I indexer heads, E indexer width; R rows and N keys of a tile.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -20,7 +21,7 @@ class _AttentionRows:
         self.operand = operand_dtype(q.dtype, q.device)
         self.q_RHD = pad_width(tile.rows_of(q)).to(self.operand)
         lse = tile.rows_of(lse)
-        self.minus_lse_RH = lse.neg().masked_fill_(lse == -torch.inf, 0)  # rows without a key are masked below
+        self.minus_lse_RH = lse.neg()  # infinite for rows without a key, which see nothing below
         self.softmax_scale = softmax_scale
         self.total_heads = total_heads
 
@@ -144,9 +145,9 @@ def dense_indexer_kl_backward_unfused(
         heads = index_q.shape[1]
         coefficient_R1 = tile.rows_of(coefficient)[:, None]
         q_RIE, weights_RI1 = index_tile.rows.q_RIE, index_tile.rows.weights_RI[..., None]
-        # a NaN or infinity in a key or query must reach only rows and keys that see it; their scores carry it there
-        clean_rows = _finite(q_RIE, weights_RI1)
-        flat_q = (q_RIE if clean_rows else q_RIE.nan_to_num(0, 0, 0)).flatten(0, 1)
+        # a NaN or an overflow in a product must reach only rows and keys that see it; their scores carry it there
+        largest_q, largest_weight = _largest(q_RIE), _largest(weights_RI1)
+        flat_q = (q_RIE if largest_q < math.inf else q_RIE.nan_to_num(0, 0, 0)).flatten(0, 1)
         grad_q_tile = flat_q.new_zeros(flat_q.shape, dtype=acc)
         grad_weights_tile = weights_RI1.new_zeros(grid.rows, heads, 1)
         for first_key, log_p_RN, visible_RN, dots_RIN in index_tile.key_tiles():
@@ -155,7 +156,7 @@ def dense_indexer_kl_backward_unfused(
             hidden_RN = ~visible_RN | (coefficient_R1 == 0)
             grad_scores_RN = log_p_RN.exp_().mul_(share).sub_(t_RN).mul_(coefficient_R1).masked_fill_(hidden_RN, 0)
             keys = key_tile(index_k, first_key, grid).to(index_tile.rows.operand)
-            clean = clean_rows and _finite(keys)
+            clean = largest_weight * (largest_q * width * _largest(keys) + 1) < torch.finfo(torch.float32).max
             if not clean:
                 keys = keys.nan_to_num(0, 0, 0)
                 dots_RIN = dots_RIN.masked_fill(hidden_RN[:, None], 0)
@@ -181,6 +182,6 @@ def dense_indexer_kl_backward_unfused(
     return grad_q, grad_k.to(index_k.dtype), grad_weights
 
 
-def _finite(*tensors: Tensor) -> bool:
-    """Whether all values are known to be finite: looked at on CPU only, where it costs no sync."""
-    return all(x.device.type == "cpu" and bool(x.isfinite().all()) for x in tensors)
+def _largest(x: Tensor) -> float:
+    """The largest magnitude, NaN if there is one. On CPU only, where it costs no sync; elsewhere NaN for unknown."""
+    return float(x.abs().amax()) if x.device.type == "cpu" else math.nan

@@ -23,9 +23,9 @@ def attention_logits(tile: SlotTile, q: Tensor, kv: Tensor, softmax_scale: float
     return q_CHD, keys_CKD, logits_CHK
 
 
-def weights_from(logits_CHK: Tensor, norm_CH: Tensor) -> Tensor:
-    """exp(logits - norm), overwriting logits; 0 where the norm is -inf (a row without a key)."""
-    return logits_CHK.sub_(norm_CH.masked_fill(norm_CH == -torch.inf, 0)[..., None]).exp_()
+def weights_from(logits_CHK: Tensor, norm_CH: Tensor, tile: SlotTile) -> Tensor:
+    """exp(logits - norm), overwriting logits; rows without a key have no norm."""
+    return logits_CHK.sub_(norm_CH.masked_fill(tile.empty_rows[:, None], 0)[..., None]).exp_()
 
 
 def _with_sink(lse: Tensor, sink: Tensor | None) -> Tensor:
@@ -53,7 +53,8 @@ def sparse_mla_unfused(
         largest_CH = logits_CHK.amax(-1)
         p_CHK = torch.softmax(logits_CHK, -1)
         # the largest weight is exp(largest - lse): cheaper than a logsumexp of its own
-        lse_CH = (largest_CH - p_CHK.amax(-1).log_()).masked_fill_(tile.empty_rows[:, None], -torch.inf)
+        lse_CH = torch.where(largest_CH.isinf(), largest_CH, largest_CH - p_CHK.amax(-1).log_())
+        lse_CH.masked_fill_(tile.empty_rows[:, None], -torch.inf)
         out_CHV = bmm_wide(p_CHK.to(keys_CKD.dtype), keys_CKD[..., : whole_lanes(d_v)])[..., :d_v]
         if sink is not None:
             out_CHV = out_CHV * torch.exp(lse_CH - _with_sink(lse_CH, sink))[..., None]
@@ -96,18 +97,18 @@ def sparse_mla_backward_unfused(
         norm_CH = _with_sink(lse_CH, sink)
         p_lse_CHK = None  # lse leaves the sink out
         if grad_lse is not None and sink is not None:
-            p_lse_CHK = weights_from(logits_CHK.clone(), lse_CH)
-        p_CHK = weights_from(logits_CHK, norm_CH)
+            p_lse_CHK = weights_from(logits_CHK.clone(), lse_CH, tile)
+        p_CHK = weights_from(logits_CHK, norm_CH, tile)
         if grad_out is None:
             grad_logits_CHK = torch.zeros_like(p_CHK)
         else:
             grad_out_CHV = pad_width(tile.rows_of(grad_out)).to(keys_CKD.dtype)
-            delta_CH = (tile.rows_of(grad_out).to(acc) * tile.rows_of(out).to(acc)).sum(-1)
+            delta_CH = (grad_out_CHV[..., :d_v].to(acc) * tile.rows_of(out).to(acc)).sum(-1)
             values_CKV = keys_CKD[..., : grad_out_CHV.shape[-1]]
             grad_logits_CHK = bmm_wide(grad_out_CHV, values_CKV.transpose(1, 2))
             grad_logits_CHK.sub_(delta_CH[..., None]).mul_(p_CHK)
             if need_sink and sink is not None:
-                share_CH = torch.exp(sink.to(acc) - norm_CH) * delta_CH
+                share_CH = torch.sigmoid(sink.to(acc) - lse_CH) * delta_CH
                 grad_sink.sub_(share_CH.masked_fill_(tile.empty_rows[:, None], 0).sum(0))
         if grad_lse is not None:
             weights_CHK = p_CHK if p_lse_CHK is None else p_lse_CHK

@@ -201,3 +201,33 @@ def test_a_huge_gradient_of_an_empty_row_does_nothing():
     args = inputs.arguments("sparse_mla_backward", CASES["all_rows_empty"])
     args["grad_out"] = torch.full_like(args["grad_out"], 3e38)
     assert not any(g.any() for g in calls.run("sparse_mla_backward", args).values())
+
+
+@pytest.mark.parametrize("value", [3e38, -3e38, float("inf"), float("nan")])
+def test_dense_kl_of_keys_and_rows_that_do_not_count(value, device):
+    """Finite values can overflow in a product that nobody may see."""
+    args = inputs.arguments("dense_indexer_kl", device=device, grad=True)
+    S = args["index_k"].shape[0]
+    args["ends"] = args["ends"].clamp(max=S - 1)
+    args["row_weight"] = args["row_weight"].clone()
+    args["row_weight"][0] = 0
+
+    def gradients(poison):
+        leaves = {n: args[n].detach().clone() for n in ("index_q", "index_k", "index_weights")}
+        leaves["index_k"][S - 1] = poison
+        leaves["index_q"][0] = poison
+        leaves = {n: x.requires_grad_() for n, x in leaves.items()}
+        calls.run("dense_indexer_kl", {**args, **leaves})["loss"].backward()
+        return {n: x.grad for n, x in leaves.items()}
+
+    clean, poisoned = gradients(1.0), gradients(value)
+    for n in clean:
+        calls.assert_near(poisoned[n], clean[n], what=n)
+
+
+def test_infinite_sinks(device):
+    args = inputs.arguments("sparse_mla", device=device, grad=True)
+    sink = torch.full_like(args["sink"], float("inf")).requires_grad_()
+    out = calls.run("sparse_mla", {**args, "sink": sink})["out"]
+    out.sum().backward()
+    assert (out == 0).all() and (sink.grad == 0).all()

@@ -120,3 +120,19 @@ def test_a_budget_that_is_none(name, budget, monkeypatch):
     monkeypatch.setenv("DSA_OPS_WORKSPACE_MB", budget)
     with pytest.raises(ValueError, match=f"DSA_OPS_WORKSPACE_MB must be a positive number.*{budget}"):
         calls.run(name, inputs.arguments(name))
+
+
+def test_strides_of_an_incoming_gradient_do_not_change_a_row(device):
+    q, kv = torch.randn(700, 8, 64, device=device), torch.randn(300, 64, device=device)
+    indices = torch.randint(0, 300, (700, 32), device=device, dtype=torch.int32)
+    incoming = torch.randn(700, 64, 8, device=device)
+
+    def grad_q(rows):
+        leaf = q[rows].clone().requires_grad_()
+        out = calls.op("sparse_mla")(leaf, kv, indices[rows], 0.1, 64)[0]
+        out.backward(incoming[rows].transpose(1, 2))
+        return leaf.grad
+
+    together = grad_q(slice(None))
+    for row in range(0, 700, 50):
+        assert torch.equal(grad_q(slice(row, row + 1))[0], together[row])
