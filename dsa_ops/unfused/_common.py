@@ -38,9 +38,9 @@ def workspace_bytes(device: torch.device) -> int:
 
 
 def tile_rows(bytes_per_row: int, device: torch.device) -> int:
-    """Rows of one tile: on CPU it stays in cache (4 MiB), elsewhere it is large enough to hide launches (640 MiB)."""
+    """Rows of one tile: on CPU it stays in cache (4 MiB), elsewhere it is large enough to hide launches (768 MiB)."""
     workspace_bytes(device)  # refuses a bad setting; the tile itself is far below the default budget
-    target, most = (4 * MIB, 256) if device.type == "cpu" else (640 * MIB, 1024)
+    target, most = (4 * MIB, 256) if device.type == "cpu" else (768 * MIB, 1024)
     return max(1, min(most, target // bytes_per_row))
 
 
