@@ -363,6 +363,32 @@ def test_ctrl_c_leaves_what_was_reached(tmp_path):
     assert (tmp_path / "demo.png").exists()
 
 
+@pytest.mark.parametrize(
+    "stopped, reached", [("trained", {"dense", "trained"}), ("last", set("dense trained random last".split()))]
+)
+def test_ctrl_c_in_a_later_stage(demo, tmp_path, monkeypatch, capsys, stopped, reached):
+    settings = small(demo, context=64, topk=8, repeat_min=8, repeat_max=16, repeat_gap=10, eval_contexts=4)
+    settings = replace(settings, curriculum_steps=2, dense_steps=2, dense_rounds=0, warmup_steps=2, sparse_steps=2)
+    step = demo.Trainer.step
+
+    def interrupted(trainer, *given):
+        if trainer.arm.name == stopped and not trainer.warmup and trainer.done == 1:
+            raise KeyboardInterrupt
+        return step(trainer, *given)
+
+    monkeypatch.setattr(demo.Trainer, "step", interrupted)
+    arguments = argparse.Namespace(corpus=None, device="cpu", compile=False, seed=1, steps=None, out=str(tmp_path))
+    assert demo.main(arguments, settings) == 130
+    assert "stopped in train sparse" in capsys.readouterr().out
+    numbers = json.loads((tmp_path / "demo.json").read_text())
+    assert not numbers["complete"] and not numbers["passed"]
+    # arms that have not had a step are left out
+    assert set(numbers["table"]) == reached
+    assert numbers["table"]["trained"]["recall"] > 0
+    assert len(numbers["checks"]) == 3
+    assert (tmp_path / "demo.png").exists()
+
+
 def test_without_matplotlib_the_rest_works(demo, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     reason = demo.draw(finished(demo), tmp_path / "demo.png")
