@@ -110,7 +110,8 @@ _SINK_PARTS = 3
 
 def _sink_row(sinks: Tensor, softmax_scale: float, dtype: torch.dtype, wide: int, width: int) -> Tensor:
     """Key row [H, width] whose product with a query that is 1 in the sink columns is sinks / softmax_scale."""
-    rest = sinks.to(torch.promote_types(sinks.dtype, torch.float32)) / softmax_scale
+    largest = torch.finfo(dtype).max / 4  # an infinite sink, or one that dtype cannot hold, is as good as that
+    rest = (sinks.to(torch.promote_types(sinks.dtype, torch.float32)) / softmax_scale).clamp(-largest, largest)
     terms = []
     for _ in range(_SINK_PARTS):
         # the leading term alone carries the gradient: each sees that of the whole sum

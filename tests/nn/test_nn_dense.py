@@ -127,3 +127,22 @@ def test_keys_that_no_row_of_a_tile_sees_are_skipped(monkeypatch):
     with FlopCounterMode(display=False) as flops:
         visible_lse(q, k, softmax_scale=0.3, starts=(ids // 64 * 64)[None], ends=(ids + 1)[None])
     assert flops.get_total_flops() <= 2 * 2 * 512 * 8 * 128
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [-float("inf"), -3e4, 3e4, float("inf")])
+@pytest.mark.parametrize("layout", ["causal", "packed"])
+def test_sinks_beyond_what_a_dtype_holds(layout, value, dtype):
+    q, k, v, _ = (None if t is None else t.detach().to(dtype) for t in inputs(sink=False))
+    sinks = torch.full((q.shape[2],), value)
+    bounds = {}
+    if layout == "packed":
+        ends = torch.arange(1, q.shape[1] + 1, dtype=torch.int32).expand(q.shape[:2])
+        bounds = dict(starts=(ends - 4).clamp(min=0), ends=ends)
+    got = dense_attention(q, k, v, sinks=sinks, softmax_scale=0.3, **bounds)
+    if value > 0:
+        assert (got == 0).all()
+    else:
+        assert torch.equal(
+            got, dense_attention(q, k, v, sinks=torch.full_like(sinks, -1e4), softmax_scale=0.3, **bounds)
+        )
