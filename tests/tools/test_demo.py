@@ -363,9 +363,7 @@ def test_ctrl_c_leaves_what_was_reached(tmp_path):
     assert (tmp_path / "demo.png").exists()
 
 
-@pytest.mark.parametrize(
-    "stopped, reached", [("trained", {"dense", "trained"}), ("last", set("dense trained random last".split()))]
-)
+@pytest.mark.parametrize("stopped, reached", [("trained", 2), ("last", 4)])
 def test_ctrl_c_in_a_later_stage(demo, tmp_path, monkeypatch, capsys, stopped, reached):
     settings = small(demo, context=64, topk=8, repeat_min=8, repeat_max=16, repeat_gap=10, eval_contexts=4)
     settings = replace(settings, curriculum_steps=2, dense_steps=2, dense_rounds=0, warmup_steps=2, sparse_steps=2)
@@ -383,7 +381,7 @@ def test_ctrl_c_in_a_later_stage(demo, tmp_path, monkeypatch, capsys, stopped, r
     numbers = json.loads((tmp_path / "demo.json").read_text())
     assert not numbers["complete"] and not numbers["passed"]
     # arms that have not had a step are left out
-    assert set(numbers["table"]) == reached
+    assert list(numbers["table"]) == ["dense", "trained", "random", "last"][:reached]
     assert numbers["table"]["trained"]["recall"] > 0
     assert len(numbers["checks"]) == 3
     assert (tmp_path / "demo.png").exists()
