@@ -38,6 +38,8 @@ def start(*arguments, **popen):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "DSA_OPS_DEMO_STARTED": "1"},  # never makes an environment from inside a test
+        # a background job of a script inherits an ignored SIGINT, and hands it on
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **popen,
     )
 
