@@ -34,6 +34,7 @@ class DSAttentionOutput(NamedTuple):
     kl: Tensor | None
 
 
+torch.serialization.add_safe_globals([DSAttentionOutput])  # torch.load refuses a NamedTuple that it does not know
 _pytree._register_namedtuple(DSAttentionOutput, serialized_type_name="dsa_ops.nn.DSAttentionOutput")
 
 
