@@ -31,6 +31,19 @@ def int_vector(op: str, name: str, x: object, labels: str, size: int | None = No
         raise ValueError(f"{op}: {name} must be on {device}, got {x.device}")
 
 
+def ids(op: str, name: str, x: object, device: object = None) -> None:
+    """An int32 or int64 tensor with at least one dimension, on the given device where one is given."""
+    what = "an int32 or int64 tensor of shape [..., K]"
+    tensor(op, name, x, what)
+    assert isinstance(x, Tensor)
+    if x.dtype not in INTS:
+        raise TypeError(f"{op}: {name} must be {what}, got {describe(x)}")
+    if x.dim() < 1:
+        raise ValueError(f"{op}: {name} must be {what}, got {describe(x)}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{op}: {name} must be on {device}, got {x.device}")
+
+
 def host_size(op: str, name: str, value: object, least: int = 0) -> None:
     """An int, or a symbolic one while tracing; not a bool, and not a tensor, which would have to be read back."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
@@ -40,8 +53,8 @@ def host_size(op: str, name: str, value: object, least: int = 0) -> None:
 
 
 def row_count(op: str, name: str, value: int) -> None:
-    """Bounds are int32, so no row number may reach 2**31."""
-    if value >= MAX_ROWS:
+    """Bounds are int32, so no row number may reach 2**31. Not while tracing: it would limit the graph's sizes."""
+    if not torch.compiler.is_compiling() and value >= MAX_ROWS:
         raise ValueError(f"{op}: {name} must be below 2**31 (bounds are int32), got {value}")
 
 

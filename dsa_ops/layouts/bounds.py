@@ -71,11 +71,11 @@ def packed_bounds(
         check.host_size(op, "num_rows", num_rows)
         check.row_count(op, "num_rows", num_rows)
     if check.readable(cu_seqlens_q, validate):
-        q_total = _check_cu_seqlens(op, "q", cu_seqlens_q, cu_seqlens_q_padded)
+        q_total = check_cu_seqlens(op, "cu_seqlens_q", cu_seqlens_q, "cu_seqlens_q_padded", cu_seqlens_q_padded)
         if cu_seqlens_k is not None:
-            _check_cu_seqlens(op, "k", cu_seqlens_k, cu_seqlens_k_padded)
+            check_cu_seqlens(op, "cu_seqlens_k", cu_seqlens_k, "cu_seqlens_k_padded", cu_seqlens_k_padded)
         elif cu_seqlens_k_padded is not None:
-            _check_cu_seqlens(op, "k", cu_seqlens_q, cu_seqlens_k_padded, real_name="cu_seqlens_q")
+            check_cu_seqlens(op, "cu_seqlens_q", cu_seqlens_q, "cu_seqlens_k_padded", cu_seqlens_k_padded)
         if num_rows is not None and num_rows < q_total:
             named_by = "cu_seqlens_q" if cu_seqlens_q_padded is None else "cu_seqlens_q_padded"
             raise ValueError(
@@ -93,6 +93,16 @@ def packed_bounds(
         num_rows = int(q_places[-1])
 
     rows = torch.arange(num_rows, device=device, dtype=q_places.dtype)
+    return bounds_of_rows(rows, cu_seqlens_q, cu_seqlens_k, q_places, k_places, causal)
+
+
+def bounds_of_rows(
+    rows: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q_places: Tensor, k_places: Tensor, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """What `packed_bounds` says of these rows of the pack [T], in any order and in the dtype of q_places; no checks.
+
+    cu_seqlens count real rows and keys, places say where in memory each sequence begins.
+    """
     # rows beyond the last sequence get number N, a sequence of length 0
     sequence = torch.searchsorted(q_places[1:].contiguous(), rows, right=True)
     q_length = F.pad(cu_seqlens_q.diff(), (0, 1))[sequence]
@@ -200,10 +210,8 @@ def position_bounds(
     return segment_starts.to(torch.int32), (segment_starts + visible.clamp(min=0)).to(torch.int32)
 
 
-def _check_cu_seqlens(op: str, which: str, real: Tensor, padded: Tensor | None, real_name: str | None = None) -> int:
+def check_cu_seqlens(op: str, real_name: str, real: Tensor, padded_name: str, padded: Tensor | None) -> int:
     """Values of one cu_seqlens and of its padded companion; returns the number of rows they name."""
-    real_name = real_name or f"cu_seqlens_{which}"
-    padded_name = f"cu_seqlens_{which}_padded"
     for name, cu_seqlens in ((real_name, real), (padded_name, padded)):
         if cu_seqlens is None:
             continue

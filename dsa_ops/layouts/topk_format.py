@@ -29,7 +29,7 @@ def sort_topk_by_index(indices: Tensor, scores: Tensor, valid: Tensor | None = N
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
     op = "sort_topk_by_index"
-    _check_ids(op, indices)
+    check.ids(op, "indices", indices)
     check.tensor(op, "scores", scores)
     if not scores.is_floating_point():
         raise TypeError(f"{op}: scores must be floating point, got {check.describe(scores)}")
@@ -60,7 +60,7 @@ def compact_topk(indices: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         TypeError, ValueError: the dtype or rank of indices does not fit.
     """
-    _check_ids("compact_topk", indices)
+    check.ids("compact_topk", "indices", indices)
     valid = indices >= 0
     order = (~valid).to(torch.uint8).sort(dim=-1, stable=True).indices
     length = valid.sum(dim=-1, dtype=torch.int32)
@@ -81,7 +81,7 @@ def expand_topk(indices: Tensor, topk_length: Tensor) -> Tensor:
         TypeError, ValueError: a dtype, shape or device does not fit.
     """
     op = "expand_topk"
-    _check_ids(op, indices)
+    check.ids(op, "indices", indices)
     check.tensor(op, "topk_length", topk_length)
     if topk_length.dtype not in check.INTS:
         raise TypeError(f"{op}: topk_length must be int32 or int64, got {check.describe(topk_length)}")
@@ -92,16 +92,6 @@ def expand_topk(indices: Tensor, topk_length: Tensor) -> Tensor:
         raise ValueError(f"{op}: topk_length must be on {indices.device} like indices, got {topk_length.device}")
     slots = torch.arange(indices.shape[-1], device=indices.device, dtype=topk_length.dtype)
     return torch.where((slots < topk_length.unsqueeze(-1)) & (indices >= 0), indices, -1)
-
-
-def _check_ids(op: str, indices: object) -> None:
-    what = "an int32 or int64 tensor of shape [..., K]"
-    check.tensor(op, "indices", indices, what)
-    assert isinstance(indices, Tensor)
-    if indices.dtype not in check.INTS:
-        raise TypeError(f"{op}: indices must be {what}, got {check.describe(indices)}")
-    if indices.dim() < 1:
-        raise ValueError(f"{op}: indices must be {what}, got {check.describe(indices)}")
 
 
 def _same_place(op: str, name: str, x: Tensor, indices: Tensor) -> None:
