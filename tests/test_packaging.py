@@ -11,6 +11,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools
+import torch
 
 import dsa_ops
 import dsa_ops.layouts
@@ -100,20 +102,26 @@ def test_sdist_holds_what_its_tests_need(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert modules() <= names
-    tests = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py")}
+    tests = {str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("*") if p.suffix in (".py", ".pt2")}
     assert tests <= names
     assert {"LICENSE", "README.md", "tools/test", "tools/constraints.txt", "docs/contract.md"} <= names
     assert not [name for name in names if name.endswith(".pyc") or name.startswith((".", "build/"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
-def test_installs_and_runs_away_from_the_checkout(kind, request, tmp_path):
-    archive = request.getfixturevalue(kind)
-    site = tmp_path / "site"
-    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--target", site)
-    call(*pip, archive, cwd=tmp_path)
-    out = call(sys.executable, "-c", SMOKE, site, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(site)})
-    assert "torch.Size([4, 2, 8])" in out
+def test_installs_into_a_new_environment_and_runs_there(kind, request, tmp_path):
+    """torch alone is lent by the environment that runs the test: a .pth file adds a folder, not what its .pth files do."""
+    environment = tmp_path / "environment"
+    call(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
+    python = environment / "bin" / "python"
+    purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(call(python, "-c", purelib, cwd=tmp_path).strip())
+    (site / "lent.pth").write_text(f"{Path(torch.__file__).parent.parent}\n{Path(setuptools.__file__).parent.parent}\n")
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-build-isolation")
+    call(*pip, request.getfixturevalue(kind), cwd=tmp_path)
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    assert "torch.Size([4, 2, 8])" in call(python, "-c", SMOKE, site, cwd=tmp_path, env=outside)
 
 
 @pytest.mark.parametrize("module", [dsa_ops, dsa_ops.layouts, dsa_ops.nn], ids=lambda module: module.__name__)
