@@ -190,6 +190,20 @@ def _length(op: str, topk_length: Tensor | None, batch: _Batch | None) -> Tensor
     return topk_length if batch is None else batch.pack("topk_length", topk_length)
 
 
+def _call(overload: Any, args: tuple) -> Any:
+    """The op's results. Where torch.func.grad cannot see through the op, an error that names it."""
+    if torch.compiler.is_compiling():
+        return overload(*args)
+    try:
+        return overload(*args)
+    except RuntimeError as error:
+        if "setup_context" not in str(error):  # PyTorch's words are about a class that nobody here has written
+            raise
+        raise RuntimeError(
+            f"dsa::{overload._opname} does not support torch.func.grad, vjp and jacrev: use torch.autograd.grad"
+        ) from error
+
+
 # For each function, `_<name>_args` turns its arguments into the op's, so that `explain` sees what would run.
 
 
@@ -248,7 +262,7 @@ def indexer_topk(
     Source: DeepSeek-V3.2 technical report, section 2.1, equation 1.
     """
     args, batch = _indexer_topk_args(q, k, weights, starts=starts, ends=ends, topk=topk, relu=relu)
-    indices, scores = _indexer_topk(*args)
+    indices, scores = _call(_indexer_topk, args)
     if batch is not None:
         indices, scores = batch.local_ids(indices), batch.unpack(scores)
     return IndexerTopkOutput(indices, scores)
@@ -287,7 +301,7 @@ def indexer_scores(q: Tensor, k: Tensor, weights: Tensor, indices: Tensor, *, re
     Source: DeepSeek-V3.2 technical report, section 2.1, equation 1.
     """
     args, batch = _indexer_scores_args(q, k, weights, indices, relu=relu)
-    scores = _indexer_scores(*args)
+    scores = _call(_indexer_scores, args)
     return scores if batch is None else batch.unpack(scores)
 
 
@@ -347,14 +361,18 @@ def sparse_mla(
     (DeepSeek-V2 technical report, section 2.1).
     """
     args, batch = _sparse_mla_args(q, kv, indices, softmax_scale, d_v, sink=sink, topk_length=topk_length)
-    out, lse = _sparse_mla(*args)
+    out, lse = _call(_sparse_mla, args)
     if batch is not None:
         out, lse = batch.unpack(out), batch.unpack(lse)
     return SparseMLAOutput(out, lse)
 
 
 def _attention_target_args(q, kv, lse, indices, softmax_scale=None, *, topk_length=None):
-    op = "attention_target"
+    return _target_args("attention_target", q, kv, lse, indices, softmax_scale, topk_length)
+
+
+def _target_args(op, q, kv, lse, indices, softmax_scale, topk_length=None):
+    """For `attention_target` and for `indexer_loss`, which goes by its own name in errors."""
     _tensor(op, "q", q)
     _tensor(op, "kv", kv)
     _tensor(op, "lse", lse)
@@ -396,7 +414,7 @@ def attention_target(
     Source: DeepSeek-V3.2 technical report, section 2.1.1 (the target of the indexer's loss).
     """
     args, batch = _attention_target_args(q, kv, lse, indices, softmax_scale, topk_length=topk_length)
-    target = _attention_target(*args)
+    target = _call(_attention_target, args)
     return target if batch is None else batch.unpack(target)
 
 
@@ -436,7 +454,7 @@ def indexer_kl(target: Tensor, scores: Tensor, indices: Tensor) -> Tensor:
     Source: DeepSeek-V3.2 technical report, section 2.1.1, equation 4.
     """
     args, batch = _indexer_kl_args(target, scores, indices)
-    kl = _indexer_kl(*args)
+    kl = _call(_indexer_kl, args)
     return kl if batch is None else batch.unpack(kl)
 
 
@@ -539,7 +557,7 @@ def dense_indexer_kl(
         relu=relu,
         total_heads=total_heads,
     )
-    loss, kl = _dense_indexer_kl(*args)
+    loss, kl = _call(_dense_indexer_kl, args)
     return DenseIndexerKLOutput(loss, kl if batch is None else batch.unpack(kl))
 
 

@@ -165,8 +165,7 @@ def check_sparse_mla_backward(
         _expect(op, "grad_lse", grad_lse, FLOATS, like, "T, H", rows, heads)
 
 
-def check_attention_target(q, kv, lse, indices, softmax_scale, topk_length=None):
-    op = "attention_target"
+def check_attention_target(q, kv, lse, indices, softmax_scale, topk_length=None, op="attention_target"):
     (rows, heads, _), like = _attention_inputs(op, q, kv)
     _expect(op, "lse", lse, (accumulation_dtype(q.dtype),), like, "T, H", rows, heads)
     _slots(op, indices, like, rows)

@@ -1,12 +1,13 @@
 """The indexer's training loss, and a way to hang a loss onto an activation."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dsa_ops import api
+from dsa_ops import api, checks
 from dsa_ops.layouts import expand_topk
 
 
@@ -37,8 +38,9 @@ def indexer_loss(
         indices [T, K]: int32 or int64, the selected keys; slots < 0 are empty.
         scores [T, K]: the indexer's scores of these keys, from `indexer_topk` or `indexer_scores`.
         softmax_scale: attention's; None is D ** -0.5.
-        coeff: factor of the loss: a number, or a tensor of one element where it changes from step to step in a compiled
-            region (each new number would recompile it). 0 gives zero gradients, not absent ones.
+        coeff: factor of the loss: a finite number, or a real tensor of one element where it changes from step to step
+            in a compiled region (each new number would recompile it). A constant to autograd: it may not require grad,
+            and the loss keeps its dtype. 0 gives zero gradients, not absent ones.
         row_mask [T]: bool, rows that count. The others add nothing to the sum nor to the number of rows, whatever they
             hold, and get zero gradients. None: all rows count, also those without a key (their KL is 0).
         reduction: "mean" over the rows that count (0 if there are none), or "sum", which adds up over any split of the
@@ -53,7 +55,7 @@ def indexer_loss(
         counts; without requires_grad there, no graph is built and nothing is saved. No host sync.
 
     Raises:
-        ValueError, TypeError: an argument's shape, dtype, device or value does not fit; what the ops check, they name.
+        ValueError, TypeError: an argument's type, shape, dtype, device or value does not fit.
         IndexError: an id >= S in a slot in use, on CPU.
 
     Source: DeepSeek-V3.2 report, indexer training of the sparse stage.
@@ -61,27 +63,37 @@ def indexer_loss(
     op = "indexer_loss"
     if reduction not in ("mean", "sum"):
         raise ValueError(f'{op}: reduction must be "mean" or "sum", got {reduction!r}')
-    if not isinstance(indices, Tensor):
-        raise TypeError(f"{op}: indices must be a tensor, got {type(indices).__name__}")
-    _check_one_number(op, "coeff", coeff)
+    for name, x in (("q", q), ("kv", kv), ("lse", lse), ("indices", indices), ("scores", scores)):
+        api._tensor(op, name, x)
+    _check_coeff(op, coeff, scores)
+    _check_per_row(op, "row_mask", row_mask, indices, (torch.bool,))
+    _check_per_row(op, "topk_length", topk_length, indices, (torch.int32, torch.int64))
+    if group is not None and not torch.compiler.is_compiling():
+        _check_group(op, group)
 
-    if row_mask is not None:
-        _check_row_mask(op, row_mask, indices)
     if topk_length is not None:
-        indices = expand_topk(indices, topk_length)
+        indices = expand_topk(api._int32(op, "indices", indices), topk_length)
     if row_mask is not None:
         # A row that does not count becomes a row without keys. Masking its KL instead would send 0 * NaN to its scores.
         indices = torch.where(row_mask[..., None], indices, -1)
 
-    target = api.attention_target(q.detach(), kv.detach(), lse.detach(), indices, softmax_scale)
+    args, batch = api._target_args(op, q.detach(), kv.detach(), lse.detach(), indices, softmax_scale)
+    packed_q, packed_kv, packed_lse, indices, scale, _ = args
+    checks.check_attention_target(packed_q, packed_kv, packed_lse, indices, scale, op=op)
+    if api._readable(indices):
+        checks.check_ids(op, indices, packed_kv.shape[0])
+    if batch is not None:
+        scores = batch.pack("scores", scores)
+    target = api._call(api._attention_target, args)
+    checks.check_indexer_kl(target, scores, indices, op=op)
     if group is not None:
         target = _sum_over_group(target, group)
-    kl = api.indexer_kl(target, scores, indices)
+    kl = api._call(api._indexer_kl, (target, scores, indices))
 
     loss = kl.sum()
     if reduction == "mean":
         loss = loss / (max(kl.numel(), 1) if row_mask is None else row_mask.sum().clamp(min=1))
-    return loss * (coeff.reshape(()) if isinstance(coeff, Tensor) else coeff)
+    return loss * (coeff.reshape(()).to(loss.dtype) if isinstance(coeff, Tensor) else coeff)
 
 
 def attach_loss(x: Tensor, loss: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -101,6 +113,7 @@ def attach_loss(x: Tensor, loss: Tensor, scale: Tensor | None = None) -> Tensor:
     Returns:
         x as a view, that requires grad if `x` or `loss` does. An in-place operation on a view from a custom function is
         an error in PyTorch: write `y = f(y)`, not `f_(y)`. Where `loss` does not require grad, or grad mode is off: x.
+        Of an x made in inference mode, a copy.
 
     Second derivatives are right (`scale` is a constant to them), so are torch.func.grad and vmap. Forward-mode AD, and
     vmap inside a compiled region, raise RuntimeError. With torch.compile, change `scale` outside the compiled region:
@@ -129,6 +142,8 @@ def attach_loss(x: Tensor, loss: Tensor, scale: Tensor | None = None) -> Tensor:
     # inside vmap a tensor does not show that it requires grad
     if not (torch.is_grad_enabled() and (loss.requires_grad or torch._C._are_functorch_transforms_active())):
         return x
+    if not compiling and x.is_inference():
+        x = x.clone()  # an inference tensor cannot hold a graph, and would lose the loss
     attached: Tensor = (_AttachLoss if compiling else _AttachLossEager).apply(x, loss, scale)
     return attached
 
@@ -212,23 +227,51 @@ def _has_tangent(x: Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
-def _check_one_number(op: str, name: str, value: object) -> None:
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"{op}: {name} must have one element, got {value.dtype} {[*value.shape]}")
-    elif isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{op}: {name} must be a number or a tensor of one element, got {type(value).__name__}")
+def _check_coeff(op: str, coeff: object, scores: Tensor) -> None:
+    if isinstance(coeff, Tensor):
+        got = f"{coeff.dtype} {[*coeff.shape]} on {coeff.device}"
+        if coeff.dtype == torch.bool or coeff.is_complex():
+            raise TypeError(f"{op}: coeff must be a real number, got {got}")
+        if coeff.numel() != 1:
+            raise ValueError(f"{op}: coeff must have one element, got {got}")
+        if coeff.device != scores.device and not (coeff.dim() == 0 and coeff.device.type == "cpu"):
+            raise ValueError(f"{op}: coeff must be on {scores.device} like scores, or a CPU scalar, got {got}")
+        if coeff.requires_grad:
+            raise ValueError(f"{op}: coeff must not require grad (multiply the loss to train a factor), got {got}")
+    elif isinstance(coeff, bool) or not isinstance(coeff, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{op}: coeff must be a number or a tensor of one element, got {type(coeff).__name__}")
+    elif isinstance(coeff, float) and not torch.compiler.is_compiling() and not math.isfinite(coeff):
+        raise ValueError(f"{op}: coeff must be finite, got {coeff}")
 
 
-def _check_row_mask(op: str, row_mask: Tensor, indices: Tensor) -> None:
-    want = f"torch.bool of shape {[*indices.shape[:-1]]} on {indices.device}"
-    if not isinstance(row_mask, Tensor):
-        raise TypeError(f"{op}: row_mask must be {want}, got {type(row_mask).__name__}")
-    got = f"{row_mask.dtype} {[*row_mask.shape]} on {row_mask.device}"
-    if row_mask.dtype != torch.bool:
-        raise TypeError(f"{op}: row_mask must be {want}, got {got}")
-    if row_mask.shape != indices.shape[:-1] or row_mask.device != indices.device:
-        raise ValueError(f"{op}: row_mask must be {want}, got {got}")
+def _check_per_row(op: str, name: str, x: object, indices: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    if x is None:
+        return
+    want = f"{' or '.join(map(str, dtypes))} of shape {[*indices.shape[:-1]]} on {indices.device}"
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: {name} must be {want}, got {type(x).__name__}")
+    got = f"{x.dtype} {[*x.shape]} on {x.device}"
+    if x.dtype not in dtypes:
+        raise TypeError(f"{op}: {name} must be {want}, got {got}")
+    if x.shape != indices.shape[:-1] or x.device != indices.device:
+        raise ValueError(f"{op}: {name} must be {want}, got {got}")
+
+
+def _check_group(op: str, group: Any) -> None:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    want = "a ProcessGroup, a one-dimensional DeviceMesh or (DeviceMesh, dimension)"
+    if isinstance(group, ProcessGroup):
+        return
+    pair = isinstance(group, tuple) and len(group) == 2 and type(group[1]) is int
+    mesh, dim = group if pair else (group, None)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"{op}: group must be {want}, got {type(group).__name__}")
+    if mesh.ndim != 1 and dim is None:
+        raise ValueError(f"{op}: group must be {want}, got a DeviceMesh of {mesh.ndim} dimensions")
+    if dim is not None and not 0 <= dim < mesh.ndim:
+        raise ValueError(f"{op}: group must be {want}, got dimension {dim} of {mesh.ndim}")
 
 
 def _check_scale(op: str, scale: object, loss: Tensor) -> None:

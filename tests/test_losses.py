@@ -39,8 +39,8 @@ class Teacher:
         scores = floats(rows, slots).to(torch.float64 if dtype == torch.float64 else torch.float32)
         self.scores = scores.requires_grad_()
 
-    def loss(self, **options):
-        return indexer_loss(self.q, self.kv, self.lse, self.indices, self.scores, SCALE, **options)
+    def loss(self, softmax_scale=SCALE, **options):
+        return indexer_loss(self.q, self.kv, self.lse, self.indices, self.scores, softmax_scale, **options)
 
 
 def rows_by_hand(teacher, topk_length=None):
@@ -338,6 +338,44 @@ def test_heads_sharded_over_two_ranks(tmp_path):
         (ValueError, 'reduction must be "mean" or "sum", got \'none\'', {"reduction": "none"}),
         (TypeError, "coeff must be a number or a tensor of one element, got str", {"coeff": "1"}),
         (ValueError, "coeff must have one element, got torch.float32 [2]", {"coeff": torch.ones(2)}),
+        (TypeError, "coeff must be a number or a tensor of one element, got complex", {"coeff": 1j}),
+        (TypeError, "coeff must be a real number, got torch.complex64 [] on cpu", {"coeff": torch.tensor(1j)}),
+        (TypeError, "coeff must be a real number, got torch.bool [] on cpu", {"coeff": torch.tensor(True)}),
+        (ValueError, "coeff must be finite, got nan", {"coeff": nan}),
+        (ValueError, "coeff must be finite, got -inf", {"coeff": -inf}),
+        (
+            ValueError,
+            "coeff must not require grad (multiply the loss to train a factor), got torch.float32 [] on cpu",
+            {"coeff": torch.ones((), requires_grad=True)},
+        ),
+        (
+            ValueError,
+            "coeff must be on cpu like scores, or a CPU scalar, got torch.float32 [] on meta",
+            {"coeff": torch.ones((), device="meta")},
+        ),
+        (
+            TypeError,
+            "group must be a ProcessGroup, a one-dimensional DeviceMesh or (DeviceMesh, dimension), got int",
+            {"group": 3},
+        ),
+        (TypeError, "group must be a ProcessGroup, a one-dimensional DeviceMesh", {"group": "tp"}),
+        (TypeError, "group must be a ProcessGroup, a one-dimensional DeviceMesh", {"group": (3, 0)}),
+        (TypeError, "softmax_scale must be a float, got str", {"softmax_scale": "1"}),
+        (
+            TypeError,
+            "topk_length must be torch.int32 or torch.int64 of shape [6] on cpu, got list",
+            {"topk_length": [5] * 6},
+        ),
+        (
+            TypeError,
+            "topk_length must be torch.int32 or torch.int64 of shape [6] on cpu, got torch.float32 [6] on cpu",
+            {"topk_length": torch.ones(6)},
+        ),
+        (
+            ValueError,
+            "topk_length must be torch.int32 or torch.int64 of shape [6] on cpu, got torch.int32 [5] on cpu",
+            {"topk_length": torch.ones(5, dtype=torch.int32)},
+        ),
         (TypeError, "row_mask must be torch.bool of shape [6] on cpu, got list", {"row_mask": [True] * 6}),
         (
             TypeError,
@@ -361,19 +399,61 @@ def test_refusals(error, message, changes):
         Teacher().loss(**changes)
 
 
-def test_refusals_of_the_parts_name_the_argument():
-    teacher = Teacher()
-    with pytest.raises(ValueError, match=r"topk_length must have shape \[6\]"):
-        teacher.loss(topk_length=torch.ones(5, dtype=torch.int32))
-    with pytest.raises(ValueError, match="scores"):
-        indexer_loss(teacher.q, teacher.kv, teacher.lse, teacher.indices, teacher.scores[:, :2], SCALE)
-    with pytest.raises(ValueError, match="lse"):
-        indexer_loss(teacher.q, teacher.kv, teacher.lse[:2], teacher.indices, teacher.scores, SCALE)
-    with pytest.raises(TypeError, match="indexer_loss: indices must be a tensor, got list"):
-        indexer_loss(teacher.q, teacher.kv, teacher.lse, [[0]], teacher.scores, SCALE)
-    teacher.indices[0, 0] = 9
-    with pytest.raises(IndexError, match="indices"):
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("name", ["q", "kv", "lse", "indices", "scores"])
+def test_a_bad_tensor_is_named(name, batched):
+    """Whichever part would trip over it, the message is that of the function that was called."""
+    teacher = batch_of(Teacher(), Teacher()) if batched else Teacher()
+    good = getattr(teacher, name)
+    bad = [None, [1.0], 1.0, good.new_zeros(()), good.detach().to("meta"), good.bool(), good[..., None], good[:, :1]]
+    for value in bad if name != "kv" or not batched else bad[:-1]:  # one key a sequence is no fault of its own
+        setattr(teacher, name, value)
+        with pytest.raises((TypeError, ValueError), match=r"^indexer_loss: \w+ must "):
+            teacher.loss()
+    setattr(teacher, name, None)
+    with pytest.raises(TypeError, match=rf"^indexer_loss: {name} must be a torch.Tensor, got NoneType"):
         teacher.loss()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("bad", [9, 2**31 - 1, 2**32 + 1])
+def test_an_id_past_the_keys_is_named(bad, batched):
+    teacher = Teacher()
+    other = Teacher()
+    teacher.indices = teacher.indices.long()
+    other.indices = other.indices.long()
+    teacher.indices[0, 0] = bad
+    with pytest.raises(IndexError, match=rf"^indexer_loss: indices must be below .*got {bad}"):
+        (batch_of(other, teacher) if batched else teacher).loss()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_keeps_its_dtype_whatever_that_of_the_coefficient(dtype):
+    teacher = Teacher(dtype=dtype)
+    assert teacher.loss(coeff=torch.tensor(0.5, dtype=torch.float64)).dtype == torch.float32
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_a_mesh_of_two_dimensions_is_refused(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1, 1))
+        with pytest.raises(ValueError, match=r"^indexer_loss: group must be .*got a DeviceMesh of 2 dimensions"):
+            Teacher().loss(group=mesh)
+        with pytest.raises(ValueError, match=r"^indexer_loss: group must be .*got dimension 2 of 2"):
+            Teacher().loss(group=(mesh, 2))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_torch_func_grad_is_refused_by_name():
+    teacher = Teacher()
+
+    def loss(scores):
+        return indexer_loss(teacher.q, teacher.kv, teacher.lse, teacher.indices, scores, SCALE)
+
+    with pytest.raises(RuntimeError, match=r"dsa::indexer_kl does not support torch\.func\.grad"):
+        torch.func.grad(loss)(teacher.scores.detach())
 
 
 # ---- attach_loss
@@ -516,6 +596,16 @@ def test_x_itself_where_there_is_nothing_to_attach():
         assert attach_loss(x, w) is x
     y = attach_loss(x, w)
     assert y.data_ptr() == x.data_ptr()
+
+
+def test_an_x_made_in_inference_mode_keeps_the_loss():
+    with torch.inference_mode():
+        x = torch.randn(3)
+    (w,) = leaves(())
+    y = attach_loss(x, w * 3)
+    assert torch.equal(y, x)
+    y.sum().backward()
+    assert float(w.grad) == 3
 
 
 def test_losses_attached_in_many_layers_add_up():
