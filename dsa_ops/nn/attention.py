@@ -1,5 +1,7 @@
 """Multi-head latent attention with a lightning indexer: the attention layer of DeepSeek-V3.2 and GLM-5."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -112,6 +114,7 @@ class DSAttention(nn.Module):
         ends: Tensor | None = None,
         indices: Tensor | None = None,
         row_mask: Tensor | None = None,
+        gather: Callable[[Tensor], Tensor] | None = None,
     ) -> DSAttentionOutput:
         """Attention of every token over keys of its own sequence.
 
@@ -126,12 +129,21 @@ class DSAttention(nn.Module):
                 and frozen. The indexer does not run and there is no loss. They are read as they are: bounds are not
                 applied to them.
             row_mask [T] or [B, L]: bool, the rows that count in the loss; default all.
+            gather: context parallel: takes what belongs to the keys of this rank's rows, [T, W], and returns the same
+                for the keys of all ranks in global order, [S, W], with a gradient. It is called for the latent rows
+                with their rotated columns, W = kv_lora_rank + qk_rope_head_dim, and then, where the indexer runs, for
+                the index keys, W = index_head_dim. Every rank calls in the same order. x must be packed, starts, ends
+                and indices speak of global key rows, and position_embeddings are those of this rank's rows, must be
+                given if the layer rotates. The loss is the mean over this rank's rows. See docs/layouts.md.
 
         A row without a key gives 0 before the output projection.
 
-        Raises ValueError or TypeError where a shape or dtype does not fit, or indices are missing or not expected.
+        Raises ValueError or TypeError where a shape, dtype or device does not fit, or indices are missing or not
+        expected.
         """
         self._check(x, starts, ends, indices, row_mask)
+        if gather is not None:
+            self._check_gather(gather, x, starts, position_embeddings)
         config = self.config
         table = self._table(x, position_embeddings, starts)
         q_resid = _normed(self.q_a_layernorm, self.q_a_proj(x))
@@ -145,10 +157,10 @@ class DSAttention(nn.Module):
             k_rope = rotate(k_rope, cos, sin, interleaved=config.rope_interleaved)
         if self._mode in ("dense", "warmup"):
             q = torch.cat((q_nope, q_rope), -1)
-            heads, loss, kl = self._dense(x, q_resid, table, q, latent, k_rope, starts, ends, row_mask)
+            heads, loss, kl = self._dense(x, q_resid, table, q, latent, k_rope, starts, ends, row_mask, gather)
         else:
             heads, indices, loss, kl = self._sparse(
-                x, q_resid, table, q_nope, q_rope, latent, k_rope, starts, ends, indices, row_mask
+                x, q_resid, table, q_nope, q_rope, latent, k_rope, starts, ends, indices, row_mask, gather
             )
         out = self.o_proj(heads.flatten(-2))
         if loss is not None and loss.requires_grad:
@@ -166,9 +178,13 @@ class DSAttention(nn.Module):
         starts: Tensor | None,
         ends: Tensor | None,
         row_mask: Tensor | None,
+        gather: Callable[[Tensor], Tensor] | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Keys and values expanded per head: at every key read by every row, cheaper than wide latent products."""
         config = self.config
+        if gather is not None:
+            kv = _gathered(gather, "latent rows", torch.cat((latent, k_rope), -1))
+            latent, k_rope = kv.split((config.kv_lora_rank, config.qk_rope_head_dim), -1)
         kv = self.kv_b_proj(latent).unflatten(-1, (config.num_heads, config.qk_nope_head_dim + config.v_head_dim))
         k_nope, v = kv.split((config.qk_nope_head_dim, config.v_head_dim), -1)
         k = torch.cat((k_nope, k_rope.unsqueeze(-2).expand(*k_nope.shape[:-1], -1)), -1)
@@ -191,6 +207,7 @@ class DSAttention(nn.Module):
         if row_mask is not None:
             row_weight = row_mask.to(lse.dtype) / row_mask.sum().clamp(min=1)
         index_q, index_k, weights = self.indexer(x.detach(), q_resid.detach(), table)
+        index_k = _gathered(gather, "index keys", index_k, latent.shape[0])
         mean = api.dense_indexer_kl(
             index_q,
             index_k,
@@ -219,9 +236,11 @@ class DSAttention(nn.Module):
         ends: Tensor | None,
         indices: Tensor | None,
         row_mask: Tensor | None,
+        gather: Callable[[Tensor], Tensor] | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """Absorbed: queries carried into the latent space, so that a key is one row for all heads."""
         config = self.config
+        kv = _gathered(gather, "latent rows", torch.cat((latent, k_rope), -1))
         scores = None
         if indices is None:
             if self.indexer is None:
@@ -230,14 +249,20 @@ class DSAttention(nn.Module):
                 )
             learns = self._mode == "sparse"
             with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
-                selected = self.indexer.select(x.detach(), q_resid.detach(), table, starts=starts, ends=ends)
+                selected = self.indexer.select(
+                    x.detach(),
+                    q_resid.detach(),
+                    table,
+                    starts=starts,
+                    ends=ends,
+                    gather=None if gather is None else partial(_gathered, gather, "index keys", keys=kv.shape[0]),
+                )
             indices = selected.indices
             scores = selected.scores if learns and self._learns() else None
         # [H, nope + v, latent]
         up = self.kv_b_proj.weight.unflatten(0, (config.num_heads, -1))
         up_k, up_v = up.split((config.qk_nope_head_dim, config.v_head_dim), 1)
         q = torch.cat((torch.einsum("...hn,hnr->...hr", q_nope, up_k), q_rope), -1)
-        kv = torch.cat((latent, k_rope), -1)
         sink = None if self.sinks is None else self.sinks.to(torch.promote_types(self.sinks.dtype, torch.float32))
         out, lse = api.sparse_mla(q, kv, indices, config.scale, config.kv_lora_rank, sink=sink)
         heads = torch.einsum("...hr,hvr->...hv", out, up_v)
@@ -297,6 +322,7 @@ class DSAttention(nn.Module):
                 raise ValueError(f"DSAttention: {name} must be of shape {rows} like x, got {list(value.shape)}")
             if value.dtype not in dtypes:
                 raise TypeError(f"DSAttention: {name} must be {' or '.join(map(str, dtypes))}, got {value.dtype}")
+            _check_device(name, value, x)
         if indices is None:
             return
         if self._mode in ("dense", "warmup"):
@@ -306,11 +332,55 @@ class DSAttention(nn.Module):
             raise ValueError(f"DSAttention: indices must be of shape {rows} + [K], got {list(indices.shape)}")
         if indices.dtype not in ids:
             raise TypeError(f"DSAttention: indices must be int32 or int64, got {indices.dtype}")
+        _check_device("indices", indices, x)
+
+    def _check_gather(
+        self,
+        gather: Callable[[Tensor], Tensor],
+        x: Tensor,
+        starts: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        if not callable(gather):
+            raise TypeError(f"DSAttention: gather must be callable, got {type(gather).__name__}")
+        if x.dim() != 2:
+            raise ValueError(f"DSAttention: x must be packed, [T, {x.shape[-1]}], with gather, got {list(x.shape)}")
+        if starts is None:
+            raise ValueError("DSAttention: starts and ends must be given with gather, in global key rows, got None")
+        if position_embeddings is None and self.config.rotates:
+            raise ValueError(
+                "DSAttention: position_embeddings must be given with gather, at the positions of this rank's rows, "
+                "got None"
+            )
 
 
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"DSAttention: {name} must be a tensor, got {type(value).__name__}")
+
+
+def _check_device(name: str, value: Tensor, x: Tensor) -> None:
+    if value.device != x.device:
+        raise ValueError(f"DSAttention: {name} must be on {x.device} like x, got {value.device}")
+
+
+def _gathered(gather: Callable[[Tensor], Tensor] | None, what: str, x: Tensor, keys: int | None = None) -> Tensor:
+    """What all ranks have of `what`, of which x [T, W] is this rank's; `keys` rows of it where that is known."""
+    if gather is None:
+        return x
+    got = gather(x)
+    if not isinstance(got, Tensor):
+        raise TypeError(f"DSAttention: gather must return a tensor for the {what}, got {type(got).__name__}")
+    if got.dim() != 2 or got.shape[1] != x.shape[1] or (keys is not None and got.shape[0] != keys):
+        rows = "S" if keys is None else keys
+        raise ValueError(
+            f"DSAttention: gather must return [{rows}, {x.shape[1]}] for the {what} of shape {list(x.shape)}, "
+            f"got {list(got.shape)}"
+        )
+    if got.dtype != x.dtype:
+        raise TypeError(f"DSAttention: gather must return {x.dtype} for the {what}, got {got.dtype}")
+    _check_device(f"what gather returns for the {what}", got, x)
+    return got
 
 
 def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:

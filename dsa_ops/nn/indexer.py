@@ -1,5 +1,7 @@
 """The lightning indexer: a small attention of its own that says which keys the large one should read."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -69,8 +71,14 @@ class LightningIndexer(nn.Module):
         starts: Tensor | None = None,
         ends: Tensor | None = None,
         topk: int | None = None,
+        gather: Callable[[Tensor], Tensor] | None = None,
     ) -> IndexerTopkOutput:
-        """The `topk` (default `config.index_topk`) best visible keys of every token, see `dsa_ops.indexer_topk`."""
+        """The `topk` (default `config.index_topk`) best visible keys of every token, see `dsa_ops.indexer_topk`.
+
+        gather: makes the index keys of all ranks [S, Di] of this rank's [T, Di]; see `DSAttention`.
+        """
         q, k, weights = self(hidden, q_resid, position_embeddings)
+        if gather is not None:
+            k = gather(k)
         topk = self.config.index_topk if topk is None else topk
         return api.indexer_topk(q, k, weights, starts=starts, ends=ends, topk=topk, relu=self.config.index_relu)
