@@ -111,16 +111,16 @@ def test_sdist_holds_what_its_tests_need(sdist):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_installs_into_a_new_environment_and_runs_there(kind, request, tmp_path):
-    """torch alone is lent by the environment that runs the test: a .pth file adds a folder, not what its .pth files do."""
+    """The torch of the environment that runs the test is lent: a .pth file adds a folder, not its .pth files."""
     environment = tmp_path / "environment"
     call(sys.executable, "-m", "venv", "--without-pip", environment, cwd=tmp_path)
     python = environment / "bin" / "python"
     purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(call(python, "-c", purelib, cwd=tmp_path).strip())
     (site / "lent.pth").write_text(f"{Path(torch.__file__).parent.parent}\n{Path(setuptools.__file__).parent.parent}\n")
-    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-build-isolation")
-    call(*pip, request.getfixturevalue(kind), cwd=tmp_path)
     outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--ignore-installed", "--no-deps")
+    call(*pip, "--no-build-isolation", request.getfixturevalue(kind), cwd=tmp_path, env=outside)
     assert "torch.Size([4, 2, 8])" in call(python, "-c", SMOKE, site, cwd=tmp_path, env=outside)
 
 

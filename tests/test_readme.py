@@ -1,5 +1,6 @@
 """What README and docs say is run: every Python block as it stands, every link, the table of ops."""
 
+import os
 import re
 import subprocess
 import sys
@@ -22,9 +23,9 @@ def python_blocks():
 
 
 def registered_ops():
-    """Ops in namespace dsa that are not a backward."""
+    """Ops in namespace dsa that are not a backward, nor what an exported program holds of dsa_ops.attach_loss."""
     names = {name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name[:5] == "dsa::"}
-    return {name for name in names if not name.endswith("_backward")}
+    return {name for name in names if not name.endswith("_backward")} - {"attach_loss"}
 
 
 def table_ops(page, heading):
@@ -34,15 +35,53 @@ def table_ops(page, heading):
 
 @pytest.mark.parametrize("source", list(python_blocks()))
 @pytest.mark.filterwarnings("error")
-def test_python_block_runs_as_it_stands(source, capsys):
+def test_python_block_runs_as_it_stands(source, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if "register_op(" in source:  # an op cannot be taken back
+        done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=with_the_package())
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip(), "an example shows something"
+        return
     exec(source, {"__name__": "__main__"})
     assert capsys.readouterr().out.strip(), "an example shows something"
+
+
+def with_the_package():
+    """Variables for a process that starts in another folder."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+
+
+def test_every_fenced_block_is_python():
+    """So that none escapes the test above; commands stand in indented blocks, see below."""
+    for page in PAGES:
+        fences = re.findall(r"^ *```(.*)$", page.read_text(), re.MULTILINE)
+        assert fences == ["python", ""] * (len(fences) // 2), page.name
+
+
+def commands():
+    """Lines of indented blocks that call something in tools/."""
+    for page in PAGES:
+        for line in re.findall(r"^    (tools/.*)$", page.read_text(), re.MULTILINE):
+            yield pytest.param(line.partition(" #")[0].split("   ")[0], id=f"{page.relative_to(ROOT)}: {line[:30]}")
+
+
+@pytest.mark.parametrize("command", list(commands()))
+def test_commands_exist_with_their_options(command):
+    tool, *arguments = command.split()
+    assert os.access(ROOT / tool, os.X_OK)
+    source = (ROOT / tool).read_text()
+    for argument in arguments:
+        if argument.startswith("--"):
+            assert f'"{argument}"' in source, f"{tool} knows no {argument}"
+        if argument.startswith("tests/"):
+            assert (ROOT / argument).exists()
 
 
 def test_first_example_is_short_and_a_program_of_its_own(tmp_path):
     code = next(python_blocks()).values[0]
     assert len([line for line in code.splitlines() if line.strip()]) <= 15
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=with_the_package())
     assert done.returncode == 0, done.stderr
 
 
