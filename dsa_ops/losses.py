@@ -144,6 +144,9 @@ def attach_loss(x: Tensor, loss: Tensor, scale: Tensor | None = None) -> Tensor:
         return x
     if not compiling and x.is_inference():
         x = x.clone()  # an inference tensor cannot hold a graph, and would lose the loss
+    if torch.compiler.is_exporting():
+        exported: Tensor = torch.ops.dsa.attach_loss.default(x, loss, scale)
+        return exported
     attached: Tensor = (_AttachLoss if compiling else _AttachLossEager).apply(x, loss, scale)
     return attached
 
@@ -221,6 +224,22 @@ def _attach_loss_backward(grad: Tensor, scale: Tensor, shape: torch.Size, dtype:
 @_attach_loss_backward.register_fake
 def _(grad: Tensor, scale: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=grad.device)
+
+
+@torch.library.custom_op(
+    "dsa::attach_loss", mutates_args=(), schema="(Tensor x, Tensor loss, Tensor? scale=None) -> Tensor"
+)
+def _attach_loss(x: Tensor, loss: Tensor, scale: Tensor | None = None) -> Tensor:
+    """What torch.export keeps: of a torch.autograd.Function it takes the forward alone, and the loss would be lost."""
+    return x.clone()  # an op may not return its argument
+
+
+@_attach_loss.register_fake
+def _(x: Tensor, loss: Tensor, scale: Tensor | None = None) -> Tensor:
+    return torch.empty_like(x)
+
+
+_attach_loss.register_autograd(_AttachLoss.backward, setup_context=_AttachLoss.setup_context)
 
 
 def _has_tangent(x: Tensor) -> bool:
