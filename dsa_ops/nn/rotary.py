@@ -73,7 +73,7 @@ def pair_tables(
 
     Tables as wide as the rotated slice hold every angle twice, first half equal to second half.
     """
-    if not isinstance(position_embeddings, tuple | list) or len(position_embeddings) != 2:
+    if not isinstance(position_embeddings, (tuple, list)) or len(position_embeddings) != 2:
         raise TypeError(
             f"{name}: position_embeddings must be a pair (cos, sin), got {type(position_embeddings).__name__}"
         )
@@ -88,6 +88,10 @@ def pair_tables(
             raise ValueError(
                 f"{name}: position_embeddings ({part}) must be of shape {list(tokens)} + [{rope_dim // 2}] or + "
                 f"[{rope_dim}], got {list(table.shape)}"
+            )
+        if table.device != x.device:
+            raise ValueError(
+                f"{name}: position_embeddings ({part}) must be on {x.device} like the tokens, got {table.device}"
             )
         tables.append(table[..., : rope_dim // 2])
     return tables[0], tables[1]
