@@ -304,6 +304,7 @@ class DSAttention(nn.Module):
             )
         if not x.is_floating_point():
             raise TypeError(f"DSAttention: x must be a floating-point tensor, got {x.dtype}")
+        _check_fits("x", x, self.q_a_proj)
         rows = list(x.shape[:-1])
         if (starts is None) != (ends is None):
             raise ValueError(
@@ -357,6 +358,22 @@ class DSAttention(nn.Module):
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"DSAttention: {name} must be a tensor, got {type(value).__name__}")
+
+
+def _check_fits(name: str, x: Tensor, linear: nn.Module) -> None:
+    """Dtype and device of x against the weight it meets first, where that is plain to see.
+
+    Wrappers, subclasses and hooks may bring the weight along, or cast x, when the module is called.
+    """
+    if type(linear) is not nn.Linear or linear._forward_pre_hooks or linear.weight.is_meta:
+        return
+    weight = linear.weight
+    if x.device != weight.device:
+        raise ValueError(f"DSAttention: {name} must be on {weight.device} like the parameters, got {x.device}")
+    # autocast makes one dtype of them, but leaves float64 alone
+    cast = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype)
+    if x.dtype != weight.dtype and not cast:
+        raise TypeError(f"DSAttention: {name} must be {weight.dtype} like the parameters, got {x.dtype}")
 
 
 def _check_device(name: str, value: Tensor, x: Tensor) -> None:

@@ -1,5 +1,6 @@
 """The numbers of one attention layer, and the published ones."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,16 @@ _SIZES = (
     "index_n_heads",
     "index_head_dim",
     "index_topk",
+)
+_SWITCHES = (
+    "rope",
+    "rope_interleaved",
+    "index_rope_interleaved",
+    "index_rope_first",
+    "index_hadamard",
+    "index_relu",
+    "sink",
+    "attention_bias",
 )
 
 
@@ -65,6 +76,7 @@ class DSAConfig:
     loss_coeff: float = 1.0
 
     def __post_init__(self) -> None:
+        self._check_numbers()
         for name in _SIZES:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
@@ -84,6 +96,24 @@ class DSAConfig:
             raise ValueError(
                 f"DSAConfig: index_head_dim must be a power of two with index_hadamard, got {self.index_head_dim}"
             )
+
+    def _check_numbers(self) -> None:
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"DSAConfig: {name} must be a bool, got {value!r}")
+        for name in ("rope_theta", "norm_eps", "index_norm_eps", "softmax_scale", "loss_coeff"):
+            value = getattr(self, name)
+            if name == "softmax_scale" and value is None:
+                continue
+            if not isinstance(value, (int, float)) or isinstance(value, bool):
+                raise TypeError(f"DSAConfig: {name} must be a float, got {value!r}")
+            if not math.isfinite(value):
+                raise ValueError(f"DSAConfig: {name} must be finite, got {value}")
+            if name == "rope_theta" and value <= 0:
+                raise ValueError(f"DSAConfig: {name} must be above 0, got {value}")
+            if name.endswith("eps") and value < 0:
+                raise ValueError(f"DSAConfig: {name} must be at least 0, got {value}")
 
     @property
     def qk_head_dim(self) -> int:

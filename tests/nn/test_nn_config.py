@@ -1,8 +1,10 @@
 """The numbers of a layer: presets and refusals."""
 
+import dataclasses
 import sys
 
 import pytest
+import torch
 
 from dsa_ops.nn import DSAConfig, DSAttention, deepseek_v32, glm5
 
@@ -18,6 +20,8 @@ SAME_NAME = (
     "index_topk",
     "attention_bias",
 )
+
+SWITCHES = [field.name for field in dataclasses.fields(DSAConfig) if field.type is bool]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="transformers 5.24 starts at Python 3.11")
@@ -44,6 +48,12 @@ def test_overrides():
         deepseek_v32(no_such_field=1)
 
 
+def test_whole_numbers_are_numbers():
+    config = glm5(rope_theta=1000000, softmax_scale=1, loss_coeff=0, norm_eps=0)
+    assert config.scale == 1 and config.rope_theta == 1e6
+    assert len(SWITCHES) == 8
+
+
 def test_presets_build_on_meta():
     for config in (deepseek_v32(), glm5(index_hadamard=True)):
         layer = DSAttention(config, device="meta")
@@ -61,6 +71,19 @@ def test_presets_build_on_meta():
         (ValueError, "qk_rope_head_dim must be even and at least 0, got -2", {"qk_rope_head_dim": -2}),
         (TypeError, "qk_rope_head_dim must be an int", {"qk_rope_head_dim": 8.0}),
         (ValueError, "index_head_dim must be at least qk_rope_head_dim = 64, got 32", {"index_head_dim": 32}),
+        (TypeError, "rope_theta must be a float, got '1e6'", {"rope_theta": "1e6"}),
+        (ValueError, "rope_theta must be above 0, got 0", {"rope_theta": 0}),
+        (ValueError, "rope_theta must be finite, got inf", {"rope_theta": float("inf")}),
+        (TypeError, "norm_eps must be a float, got None", {"norm_eps": None}),
+        (ValueError, "norm_eps must be at least 0, got -1e-06", {"norm_eps": -1e-6}),
+        (ValueError, "index_norm_eps must be finite, got nan", {"index_norm_eps": float("nan")}),
+        (TypeError, "index_norm_eps must be a float, got True", {"index_norm_eps": True}),
+        (TypeError, r"softmax_scale must be a float, got tensor\(", {"softmax_scale": torch.tensor(0.5)}),
+        (ValueError, "softmax_scale must be finite, got -inf", {"softmax_scale": -float("inf")}),
+        (TypeError, r"loss_coeff must be a float, got \[1.0\]", {"loss_coeff": [1.0]}),
+        (ValueError, "loss_coeff must be finite, got nan", {"loss_coeff": float("nan")}),
+        *((TypeError, f"DSAConfig: {name} must be a bool, got 1", {name: 1}) for name in SWITCHES),
+        (TypeError, "sink must be a bool, got None", {"sink": None}),
         (ValueError, "power of two with index_hadamard, got 96", {"index_head_dim": 96, "index_hadamard": True}),
     ],
 )
