@@ -54,9 +54,12 @@ no_second_derivative(_backward_op, "dense_indexer_kl")
 
 def _setup_context(ctx, inputs, output):
     *tensors, ctx.softmax_scale, row_weight, ctx.relu, ctx.total_heads = inputs
-    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.needs = ctx.needs_input_grad[:3]
+    if not any(ctx.needs):  # the teacher alone requires grad: there is nothing to go back to, and nothing to keep
+        ctx.mark_non_differentiable(*output)
+        return
+    ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*tensors, row_weight)
 
 

@@ -29,6 +29,9 @@ no_second_derivative(_backward_op, "indexer_kl")
 def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     ctx.needs_scores = ctx.needs_input_grad[1]
+    if not ctx.needs_scores:  # the target gets no gradient: there is nothing to go back to, and nothing to keep
+        ctx.mark_non_differentiable(output)
+        return
     ctx.save_for_backward(*inputs)
 
 
