@@ -337,7 +337,7 @@ def everything(cu_seqlens, padded, total, cp_size, cp_rank):
     contiguous = contiguous_cp(cu_seqlens, cp_size, cp_rank, total=total, cu_seqlens_padded=padded)
     segments = build(cu_seqlens, cp_size, cp_rank, total=total, cu_seqlens_padded=padded)
     starts, ends = segments.segment_bounds(layout.starts, layout.ends)
-    ids = segments.to_global(torch.stack((starts, ends - 1), 1))
+    ids = segments.to_global((ends - 1)[:, None])
     return (*layout, *whole, *contiguous, *segments, starts, ends, ids)
 
 
@@ -389,7 +389,7 @@ def test_with_host_sizes_nothing_is_read_back():
     with FakeTensorMode():
         cu_seqlens = torch.empty(4, dtype=torch.int32)
         shapes = [x.shape for x in everything(cu_seqlens, cu_seqlens, 16, 2, 1)]
-        assert shapes[:5] == [(8,), (8,), (8,), (16,), (16,)] and shapes[-1] == (8, 2)
+        assert shapes[:5] == [(8,), (8,), (8,), (16,), (16,)] and shapes[-1] == (8, 1)
     meta = torch.empty(4, dtype=torch.int32, device="meta")
     assert all(x.device.type == "meta" for x in everything(meta, meta, 16, 2, 1))
 
