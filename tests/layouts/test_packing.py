@@ -60,6 +60,17 @@ def test_compiles_whole():
         assert torch.equal(both(x, batch), x.transpose(0, 1))
 
 
+@pytest.mark.gpu
+def test_no_sync_on_cuda():
+    x = torch.randn(4, 3, 2, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        both = [unpack_batch(pack_batch(x, first) * 2, x.shape[0 if first else 1], first) for first in (True, False)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(y, x * 2) for y in both)
+
+
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [

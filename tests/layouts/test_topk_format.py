@@ -124,6 +124,26 @@ def test_compiles_whole():
             assert torch.equal(got, want)
 
 
+@pytest.mark.gpu
+def test_no_sync_on_cuda():
+    indices = torch.randint(-2, 20, (50, 9), dtype=torch.int32)
+    scores, length = torch.randn(50, 9), torch.randint(-1, 11, (50,))
+    arguments = [x.cuda() for x in (indices, scores, length)]
+
+    def forms(indices, scores, length):
+        mask = scores > 0
+        sort = sort_topk_by_index(indices, scores) + sort_topk_by_index(indices, scores, mask)
+        return (*sort, *compact_topk(indices), expand_topk(indices, length))
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = forms(*arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for x, want in zip(got, forms(indices, scores, length), strict=True):
+        assert x.device.type == "cuda" and torch.equal(x.cpu(), want)
+
+
 ids = torch.zeros(2, 3, dtype=torch.int32)
 
 
