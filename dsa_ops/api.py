@@ -131,7 +131,7 @@ def _batch(op: str, q: Tensor, q_rank: int, k_name: str, k: Tensor) -> _Batch | 
             f"got {k.dtype} {[*k.shape]}"
         )
     batch = _Batch(op, q.shape[0], q.shape[1], k.shape[1])
-    if batch.size * batch.keys >= MAX_ROWS:
+    if checks.beyond_int32(batch.size * batch.keys):
         raise ValueError(f"{op}: {k_name} must have fewer than 2**31 rows in all, got {k.dtype} {[*k.shape]}")
     batch.pack(k_name, k, per_key=True)
     return batch

@@ -76,6 +76,20 @@ def test_ids_of_both_sentinel_styles(name, device):
             calls.assert_all_near(got, {n: want[n] for n in got})
 
 
+@pytest.mark.parametrize("name", ["indexer_topk", *ID_OPS, "dense_indexer_kl"])
+def test_more_keys_than_ids_can_name(name):
+    """NVIDIA/cudnn-frontend#676: ids are int32, so 2**31 keys are refused; here all of them are one row of memory."""
+    args = steps.arguments(name, optional=False)
+    keys = {n: args[n].detach()[:1].expand(2**31, *args[n].shape[1:]) for n in ("k", "kv", "index_k") if n in args}
+    wrong = "index_k" if name == "dense_indexer_kl" else KEYS[name]
+    for device in ("cpu", "meta"):
+        bad = {**args, **keys}
+        bad = {n: x.to(device) if isinstance(x, torch.Tensor) and n not in keys else x for n, x in bad.items()}
+        bad |= {n: x[:1].to(device).expand(x.shape) for n, x in keys.items()}
+        with pytest.raises(ValueError, match=rf"{name}: {wrong} must have fewer than 2\*\*31 rows"):
+            calls.op(name)(*bad.values())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["indexer_scores", "sparse_mla"])
 def test_gradients_with_ids_of_both_sentinel_styles_on_cuda(name):
