@@ -5,6 +5,7 @@ import steps
 import torch
 
 import calls
+import dsa_ops
 import inputs
 from inputs import DIFFERENTIABLE, OPS
 
@@ -30,7 +31,7 @@ def test_slices_that_begin_at_any_element(name, device):
         assert all(x.storage_offset() == 1 for x in odd.values() if isinstance(x, torch.Tensor))
         got = steps.run(name, odd, incoming)
         for n in got:
-            if n in OPS[name].outputs:
+            if n in OPS[name].outputs and device == "cpu":
                 assert torch.equal(calls.bits(got[n]), calls.bits(want[n])), n
             else:
                 calls.assert_near(got[n], want[n], what=n)
@@ -53,8 +54,6 @@ def test_dimensions_of_size_one_with_odd_strides(name, device):
 def loss_and_gradients(args):
     """A layer's whole step, from the arguments of three ops."""
     index, mla = args
-    import dsa_ops
-
     indices, scores = dsa_ops.indexer_topk(
         index["q"], index["k"], index["weights"], starts=index["starts"], ends=index["ends"], topk=CASE["K"]
     )

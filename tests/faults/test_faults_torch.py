@@ -248,6 +248,59 @@ def test_torch_func_grad_is_refused_by_name(name):
             transform(f)(args[first].detach())
 
 
+def everything_public(device):
+    """Every public function once, with defaults, on batched inputs."""
+    generator = torch.Generator().manual_seed(0)
+
+    def floats(*shape):
+        x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        return x.to(device).requires_grad_()
+
+    q, kv, index_q, index_k, weights = (
+        floats(2, 6, 3, 8),
+        floats(2, 6, 8),
+        floats(2, 6, 2, 4),
+        floats(2, 6, 4),
+        floats(2, 6, 2),
+    )
+    indices, scores = dsa_ops.indexer_topk(index_q, index_k, weights, topk=3)
+    again = dsa_ops.indexer_scores(index_q, index_k, weights, indices.long())
+    out, lse = dsa_ops.sparse_mla(q, kv, indices)
+    target = dsa_ops.attention_target(q, kv, lse, indices)
+    kl = dsa_ops.indexer_kl(target, scores, indices)
+    dense = dsa_ops.dense_indexer_kl(index_q, index_k, weights, q, kv, lse)
+    compact, length = dsa_ops.layouts.compact_topk(indices)
+    loss = dsa_ops.indexer_loss(q, kv, lse, compact, scores, None, topk_length=length, row_mask=length > 1)
+    starts, ends = dsa_ops.layouts.packed_bounds(torch.nn.functional.pad(length.flatten().cumsum(0), (1, 0)))
+    dsa_ops.attach_loss(out, loss + dense.loss).sum().backward()
+    grads = [x.grad for x in (q, kv, index_q, index_k, weights)]
+    found = (indices, scores, again, out, lse, target, kl, dense.loss, dense.kl, compact, length, loss, starts, ends)
+    return [x.detach() for x in (*found, *grads)]
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16, "meta", "cpu"], ids=str)
+def test_the_default_dtype_and_device_play_no_part(default, device):
+    """pytorch/ao#2286, mistralai/mistral-inference#215, pytorch/pytorch#178684: a tensor made inside without a dtype or
+    a device of its own gets the user's default."""
+    want = everything_public(device)
+    before = torch.get_default_dtype()
+    try:
+        if isinstance(default, torch.dtype):
+            torch.set_default_dtype(default)
+            got = everything_public(device)
+        else:
+            with torch.device(default):
+                got = everything_public(device)
+    finally:
+        torch.set_default_dtype(before)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and a.device == b.device
+        if device == "cpu":
+            assert torch.equal(calls.bits(a), calls.bits(b))
+        else:
+            calls.assert_near(a, b)
+
+
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_backward_ops_take_what_a_compiled_graph_hands_them(name):
     """pytorch/pytorch#137219: gradients of a compiled graph may come as zeros with strides 0, or not at all."""
