@@ -370,9 +370,10 @@ def _check_fits(name: str, x: Tensor, linear: nn.Module) -> None:
     weight = linear.weight
     if x.device != weight.device:
         raise ValueError(f"DSAttention: {name} must be on {weight.device} like the parameters, got {x.device}")
+    if x.dtype == weight.dtype:
+        return
     # autocast makes one dtype of them, but leaves float64 alone
-    cast = torch.is_autocast_enabled(x.device.type) and torch.float64 not in (x.dtype, weight.dtype)
-    if x.dtype != weight.dtype and not cast:
+    if torch.float64 in (x.dtype, weight.dtype) or not torch.is_autocast_enabled(x.device.type):
         raise TypeError(f"DSAttention: {name} must be {weight.dtype} like the parameters, got {x.dtype}")
 
 
