@@ -49,7 +49,7 @@ class _Batch(NamedTuple):
 
     def first_keys(self, device: torch.device) -> Tensor:
         """[B, 1]: where each sequence's keys begin in the pack."""
-        return (torch.arange(self.size, device=device, dtype=torch.int32) * self.keys)[:, None]
+        return (torch.arange(self.size, device=device, dtype=torch.int32) * self.keys).unsqueeze(1)
 
     def pack_bound(self, name: str, bound: Tensor) -> Tensor:
         bound = _int32(self.op, name, bound)
@@ -61,12 +61,12 @@ class _Batch(NamedTuple):
         self.pack("indices", ids)
         if ids.dim() != 3:
             raise ValueError(f"{self.op}: indices must have shape [B, L, K], got {ids.dtype} {[*ids.shape]}")
-        packed = torch.where(ids < self.keys, ids + self.first_keys(ids.device)[..., None], _INT32_MAX)
+        packed = torch.where(ids < self.keys, ids + self.first_keys(ids.device).unsqueeze(-1), _INT32_MAX)
         return torch.where(ids < 0, -1, packed).flatten(0, 1)
 
     def local_ids(self, ids: Tensor) -> Tensor:
         ids = self.unpack(ids)
-        return torch.where(ids < 0, -1, ids - self.first_keys(ids.device)[..., None])
+        return torch.where(ids < 0, -1, ids - self.first_keys(ids.device).unsqueeze(-1))
 
 
 def _size(x: Tensor, dim: int) -> int:

@@ -197,12 +197,12 @@ class DSAttention(nn.Module):
         heads = dense_attention(
             batch(q), batch(k), batch(v), softmax_scale=config.scale, starts=low, ends=high, sinks=self.sinks
         )
-        heads = heads[0] if packed else heads
+        heads = heads.squeeze(0) if packed else heads
         if self._mode == "dense" or self.indexer is None or not self._learns():
             return heads, None, None
         q, k = q.detach(), k.detach()
         lse = visible_lse(batch(q), batch(k), softmax_scale=config.scale, starts=low, ends=high)
-        lse = lse[0] if packed else lse
+        lse = lse.squeeze(0) if packed else lse
         row_weight = None
         if row_mask is not None:
             row_weight = row_mask.to(lse.dtype) / row_mask.sum().clamp(min=1)

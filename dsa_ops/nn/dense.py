@@ -2,7 +2,11 @@
 
 Shapes: B sequences, L query rows, S key rows, H heads, D query/key width, V value width. Bounds are [B, L] and local to
 their sequence. Nothing here holds [L, S] for all rows at once, forward or backward.
+
+No indexing, `contiguous` or `~`: they ask the driver for the device, which there may be none of for fake CUDA tensors.
 """
+
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -36,12 +40,12 @@ def dense_attention(
     if width != wide or width != narrow:
         # fused kernels want equal widths of queries and values, and aligned rows
         width = -(-width // 8) * 8
-        q, k, v = (F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))
+        q, k, v = (t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in (q, k, v))  # or a copy
     if sinks is not None:
         ones = q.new_ones(parts)
         q = q + F.pad(ones, (wide, width - wide - parts))
     if (starts is None or ends is None) and sinks is None:
-        return _sdpa(q, k, v, softmax_scale, is_causal=True)[..., :narrow]
+        return _sdpa(q, k, v, softmax_scale, is_causal=True).narrow(-1, 0, narrow)
     # The null key: value 0, and what a row attends to beside its visible keys (a sink) or instead of them: of a row
     # without any, some fused kernels make something else than 0.
     null = k.new_zeros(k.shape[0], 1, *k.shape[2:])
@@ -57,7 +61,7 @@ def dense_attention(
             softmax_scale,
             is_causal=True,
         )
-        return out[:, 1:, :, :narrow]
+        return out.narrow(1, 1, q.shape[1]).narrow(-1, 0, narrow)
     k, v = torch.cat((k, null), 1), torch.cat((v, zero), 1)
     keys = k.shape[1] - 1
     mask_bytes = 4 * q.shape[0] * (keys + 1)
@@ -68,13 +72,14 @@ def dense_attention(
     recompute = recompute and q.shape[1] * mask_bytes > _budget(_MASKS_KEPT, q.device)
     outs = []
     for rows in tiles:
-        first, last = _key_range(starts[:, rows], ends[:, rows], keys)
-        inputs = (q[:, rows], k, v, starts[:, rows], ends[:, rows], first, last, softmax_scale, sinks is not None)
+        q_tile, low, high = (_cut(t, 1, rows.start, rows.stop) for t in (q, starts, ends))
+        first, last = _key_range(low, high, keys)
+        inputs = (q_tile, k, v, low, high, first, last, softmax_scale, sinks is not None)
         if recompute:
             outs.append(checkpoint(_tile, *inputs, use_reentrant=False, preserve_rng_state=False))
         else:
             outs.append(_tile(*inputs))
-    return torch.cat(outs, 1)[..., :narrow]
+    return torch.cat(outs, 1).narrow(-1, 0, narrow)
 
 
 def visible_lse(
@@ -84,24 +89,27 @@ def visible_lse(
 
     float32 (float64 for float64 q); -inf for a row without a visible key. Causal without bounds (L == S).
     """
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    device = q.device.type
+    full = torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()  # meta
+    with torch.no_grad(), full:
         wide = torch.promote_types(q.dtype, torch.float32)
         keys = k.shape[1]
-        k = k.transpose(1, 2).to(wide).contiguous()
+        k = k.transpose(1, 2).clone(memory_format=torch.contiguous_format).to(wide)
         row_bytes = 3 * wide.itemsize * q.shape[0] * q.shape[2] * keys
         tiles = []
         for rows in _tiles(q.shape[1], row_bytes, _LOGIT_BYTES, q.device):
             if starts is None or ends is None:
                 first, last = 0, rows.stop
                 ids = torch.arange(rows.start, rows.stop, device=q.device)
-                low, high = torch.zeros_like(ids)[None], ids[None] + 1
+                low, high = torch.zeros_like(ids).unsqueeze(0), ids.unsqueeze(0) + 1
             else:
-                low, high = starts[:, rows], ends[:, rows]
+                low, high = (_cut(t, 1, rows.start, rows.stop) for t in (starts, ends))
                 first, last = _key_range(low, high, keys)
-            logits = (q[:, rows].transpose(1, 2).to(wide) * softmax_scale) @ k[:, :, first:last].mT
-            hidden = ~_visible(low, high, first, last)[:, None]
+            q_tile = _cut(q, 1, rows.start, rows.stop).transpose(1, 2).to(wide)
+            logits = (q_tile * softmax_scale) @ _cut(k, 2, first, last).mT
+            hidden = _visible(low, high, first, last).logical_not().unsqueeze(1)
             tiles.append(logits.masked_fill_(hidden, float("-inf")).logsumexp(-1).transpose(1, 2))
-        return torch.cat(tiles, 1).contiguous()
+        return torch.cat(tiles, 1).clone(memory_format=torch.contiguous_format)
 
 
 # A sink is a logit of full precision, but travels in key columns of q's dtype: as many terms of ever smaller size.
@@ -131,15 +139,19 @@ def _tile(
     """One tile of rows over keys first..last and the null key, which is k's and v's last row."""
     keys = k.shape[1] - 1
     if first != 0 or last != keys:
-        k, v = (torch.cat((t[:, first:last], t[:, keys:]), 1) for t in (k, v))
+        k, v = (torch.cat((_cut(t, 1, first, last), _cut(t, 1, keys, keys + 1)), 1) for t in (k, v))
     visible = _visible(starts, ends, first, last)
-    null = visible.new_ones(*visible.shape[:-1], 1) if sunk else ~visible.any(-1, keepdim=True)
-    return _sdpa(q, k, v, scale, torch.cat((visible, null), -1)[:, None])
+    null = visible.new_ones(*visible.shape[:-1], 1) if sunk else visible.any(-1, keepdim=True).logical_not()
+    return _sdpa(q, k, v, scale, torch.cat((visible, null), -1).unsqueeze(1))
+
+
+def _cut(t: Tensor, dim: int, first: int, last: int) -> Tensor:
+    return t.narrow(dim, first, last - first)
 
 
 def _visible(starts: Tensor, ends: Tensor, first: int, last: int) -> Tensor:
     ids = torch.arange(first, last, device=starts.device, dtype=starts.dtype)
-    return (ids >= starts[..., None]) & (ids < ends[..., None])
+    return (ids >= starts.unsqueeze(-1)) & (ids < ends.unsqueeze(-1))
 
 
 def _tiles(rows: int, row_bytes: int, budgets: dict[str, int], device: torch.device) -> list[slice]:

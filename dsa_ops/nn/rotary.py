@@ -93,5 +93,5 @@ def pair_tables(
             raise ValueError(
                 f"{name}: position_embeddings ({part}) must be on {x.device} like the tokens, got {table.device}"
             )
-        tables.append(table[..., : rope_dim // 2])
+        tables.append(table.narrow(-1, 0, rope_dim // 2))
     return tables[0], tables[1]
