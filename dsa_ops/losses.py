@@ -75,7 +75,7 @@ def indexer_loss(
         indices = expand_topk(api._int32(op, "indices", indices), topk_length)
     if row_mask is not None:
         # A row that does not count becomes a row without keys. Masking its KL instead would send 0 * NaN to its scores.
-        indices = torch.where(row_mask[..., None], indices, -1)
+        indices = torch.where(row_mask.unsqueeze(-1), indices, -1)
 
     args, batch = api._target_args(op, q.detach(), kv.detach(), lse.detach(), indices, softmax_scale)
     packed_q, packed_kv, packed_lse, indices, scale, _ = args
