@@ -79,7 +79,8 @@ def indexer_loss(
 
     args, batch = api._target_args(op, q.detach(), kv.detach(), lse.detach(), indices, softmax_scale)
     packed_q, packed_kv, packed_lse, indices, scale, _ = args
-    checks.check_attention_target(packed_q, packed_kv, packed_lse, indices, scale, op=op)
+    if packed_q.dtype == packed_kv.dtype or not torch.is_autocast_enabled(packed_q.device.type):  # which casts both
+        checks.check_attention_target(packed_q, packed_kv, packed_lse, indices, scale, op=op)
     if api._readable(indices):
         checks.check_ids(op, indices, packed_kv.shape[0])
     if batch is not None:
@@ -113,7 +114,7 @@ def attach_loss(x: Tensor, loss: Tensor, scale: Tensor | None = None) -> Tensor:
     Returns:
         x as a view, that requires grad if `x` or `loss` does. An in-place operation on a view from a custom function is
         an error in PyTorch: write `y = f(y)`, not `f_(y)`. Where `loss` does not require grad, or grad mode is off: x.
-        Of an x made in inference mode, a copy.
+        Of an x made in inference mode a copy, and in a compiled region of every x that does not require grad.
 
     Second derivatives are right (`scale` is a constant to them), so are torch.func.grad and vmap. Forward-mode AD, and
     vmap inside a compiled region, raise RuntimeError. With torch.compile, change `scale` outside the compiled region:
@@ -142,9 +143,9 @@ def attach_loss(x: Tensor, loss: Tensor, scale: Tensor | None = None) -> Tensor:
     # inside vmap a tensor does not show that it requires grad
     if not (torch.is_grad_enabled() and (loss.requires_grad or torch._C._are_functorch_transforms_active())):
         return x
-    if not compiling and x.is_inference():
+    if not x.requires_grad and (compiling or x.is_inference()):  # a question that cannot be traced
         x = x.clone()  # an inference tensor cannot hold a graph, and would lose the loss
-    if torch.compiler.is_exporting():
+    if torch.compiler._is_exporting_flag:  # is_exporting() of torch 2.9 is true in every compiled region
         exported: Tensor = torch.ops.dsa.attach_loss.default(x, loss, scale)
         return exported
     attached: Tensor = (_AttachLoss if compiling else _AttachLossEager).apply(x, loss, scale)

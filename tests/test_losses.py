@@ -273,6 +273,24 @@ def test_default_scale_and_long_ids():
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_casts_queries_and_keys_of_two_dtypes(compiled):
+    """A norm returns float32 there, a projection bfloat16."""
+    torch._dynamo.reset()
+    teacher = Teacher(dtype=torch.bfloat16)
+    want = teacher.loss()
+    teacher.q = teacher.q.float()
+
+    def loss():
+        return indexer_loss(teacher.q, teacher.kv, teacher.lse, teacher.indices, teacher.scores, SCALE)
+
+    with pytest.raises(TypeError, match=r"^indexer_loss: kv must be torch\.float32, got torch\.bfloat16"):
+        loss()
+    call = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else loss
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(call(), want)
+
+
 def test_compiles_whole_with_one_graph_for_every_length():
     def step(q, kv, lse, indices, scores, mask, length, coeff):
         options = {"coeff": coeff, "row_mask": mask, "topk_length": length}
@@ -478,7 +496,7 @@ def check_layer(function, x, w, scale, final, reentrant=None):
     """The main loss's gradient reaches x unchanged, the attached one's w, with the scale of the time of backward."""
     y = function(x, w, scale, reentrant)
     assert torch.equal(y, 3 * torch.tanh(2 * x))
-    if scale is not None:
+    if scale is not None and scale != final:
         scale.fill_(final)
     grad = torch.randn_like(y)
     y.backward(grad)
@@ -598,11 +616,14 @@ def test_x_itself_where_there_is_nothing_to_attach():
     assert y.data_ptr() == x.data_ptr()
 
 
-def test_an_x_made_in_inference_mode_keeps_the_loss():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_x_made_in_inference_mode_keeps_the_loss(compiled):
+    torch._dynamo.reset()
+    function = torch.compile(attach_loss, backend="aot_eager", fullgraph=True) if compiled else attach_loss
     with torch.inference_mode():
         x = torch.randn(3)
     (w,) = leaves(())
-    y = attach_loss(x, w * 3)
+    y = function(x, w * 3)
     assert torch.equal(y, x)
     y.sum().backward()
     assert float(w.grad) == 3

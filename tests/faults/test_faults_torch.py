@@ -229,8 +229,8 @@ def test_export_with_any_number_of_rows_and_keys():
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_torch_func_grad_is_refused_by_name(name):
-    """pytorch/pytorch#123110: ops registered with register_autograd are opaque to torch.func.grad; PyTorch's text is
-    about a class that the user has never heard of."""
+    """Ops registered with register_autograd are opaque to torch.func.grad; PyTorch's text is about a class that the
+    user has never heard of."""
     args = steps.arguments(name, dtype=torch.float64)
     first = OPS[name].differentiable[0]
     changed = {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in args.items() if n != first}
