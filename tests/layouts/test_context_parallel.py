@@ -278,6 +278,13 @@ def test_segment_bounds_by_hand():
         assert tuple(lists(got)) == want[rank]
 
 
+def test_bounds_beyond_the_segment_end_with_it():
+    segments = build(torch.tensor([0, 8, 24]), 2, 1, total=28)
+    starts, ends = segments.segment_bounds(torch.zeros(14, dtype=torch.int64), torch.full((14,), 28))
+    assert starts.tolist() == [0, 0, 4, 4, 10, 10, 10, 10, 18, 18, 18, 18, 30, 30]
+    assert ends.tolist() == [4, 4, 10, 10, 18, 18, 18, 18, 30, 30, 30, 30, 30, 30]
+
+
 def test_to_global_by_hand():
     segments = build(torch.tensor([0, 8, 24]), 2, 1)
     indices = torch.tensor([[[0, 4, 10, 29], [-1, 3, -7, 17]]])
