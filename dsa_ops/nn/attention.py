@@ -1,6 +1,7 @@
 """Multi-head latent attention with a lightning indexer: the attention layer of DeepSeek-V3.2 and GLM-5."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -248,7 +249,9 @@ class DSAttention(nn.Module):
                     f"DSAttention: indices must be given in mode {self._mode!r} to a layer without an indexer, got None"
                 )
             learns = self._mode == "sparse"
-            with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+            # Nothing reads the scores of a frozen indexer: without a graph they are cheaper, which an exported program
+            # need not be told. torch.export.load refuses what `set_grad_enabled` leaves in it.
+            with nullcontext() if learns or torch.compiler._is_exporting_flag else torch.no_grad():
                 selected = self.indexer.select(
                     x.detach(),
                     q_resid.detach(),

@@ -90,8 +90,9 @@ def visible_lse(
     float32 (float64 for float64 q); -inf for a row without a visible key. Causal without bounds (L == S).
     """
     device = q.device.type
-    full = torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()  # meta
-    with torch.no_grad(), full:
+    autocast = not q.is_meta and torch.is_autocast_enabled(device)  # which cannot be asked of meta
+    q, k = q.detach(), k.detach()  # not `no_grad`: torch.export.load refuses what that leaves in a program
+    with torch.autocast(device, enabled=False) if autocast else nullcontext():
         wide = torch.promote_types(q.dtype, torch.float32)
         keys = k.shape[1]
         k = k.transpose(1, 2).clone(memory_format=torch.contiguous_format).to(wide)

@@ -189,7 +189,7 @@ def test_layer(mode, form, where):
 
 
 def fake_copy(module, device):
-    """Made on meta and moved: initialising asks for the device's generator, and `to_empty` swaps what has references."""
+    """Made on meta and moved: to initialise asks for the device's generator, `to_empty` swaps what has references."""
     copy = DSAttention(module.config, device="meta", dtype=torch.bfloat16)
     for child in copy.modules():
         for name, p in child.named_parameters(recurse=False):
