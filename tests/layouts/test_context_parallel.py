@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
-from dsa_ops.layouts import CPLayout, PackedCPLayout, contiguous_cp, packed_bounds, zigzag_cp
+from dsa_ops.layouts import CPLayout, PackedCPLayout, _checks, contiguous_cp, packed_bounds, zigzag_cp
 
 few = settings(derandomize=True, deadline=None, max_examples=60)
 ints = st.sampled_from([torch.int32, torch.int64])
@@ -585,6 +585,17 @@ SMALL = build(cu(0, 8), 2, 0)
 def test_refusals_of_methods(error, message, call):
     with pytest.raises(error, match="^PackedCPLayout." + re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize("cu_seqlens", [[0, 7], [0, 5, 3, 30], [4, 9, 1], [0, -9, 2], [0, 2**30]], ids=str)
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_lengths_that_nobody_could_check_name_no_row_outside_the_pack(cp_size, cu_seqlens, monkeypatch):
+    """On CUDA and while tracing values are not read: wrong ones give wrong layouts, never an access out of bounds."""
+    monkeypatch.setattr(_checks, "readable", lambda x, validate: False)
+    zigzag = zigzag_cp(torch.tensor(cu_seqlens), cp_size, cp_size - 1, total=8)
+    source = build(torch.tensor(cu_seqlens), cp_size, cp_size - 1, total=8).source_indices
+    for rows in (zigzag.rows, zigzag.gather_order, zigzag.gather_inverse, source):
+        assert ((rows >= 0) & (rows < 8)).all()
 
 
 def test_sizes_are_refused_under_compile_too():
