@@ -93,6 +93,12 @@ def _blas_strides(x: Tensor) -> Tensor:
 
 def weighted_sum(weights_CI: Tensor, values_CIK: Tensor) -> Tensor:
     """sum_i weights[c, i] * values[c, i, k] -> [C, K]."""
+    if values_CIK.is_cuda and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        # a setting for the caller's float32 products; half-precision callers are promised weights in full float32
+        total_CK = weights_CI[:, :1] * values_CIK[:, 0]
+        for i in range(1, weights_CI.shape[1]):
+            total_CK.addcmul_(weights_CI[:, i : i + 1], values_CIK[:, i])
+        return total_CK
     aligned = pad_width(weights_CI)[:, None, : weights_CI.shape[1]]  # every row begins at a whole lane
     return torch.bmm(aligned, values_CIK)[:, 0]
 

@@ -127,6 +127,21 @@ def test_float32_results_of_bfloat16_inputs_are_accurate_to_float32(device):
     )
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPS)
+def test_tf32_does_not_reach_the_results_of_bfloat16_inputs(name):
+    """The setting is for the caller's float32 products; head weights and sums stay float32."""
+    case = inputs.Case(T=65, S=300, H=4, D=64, Dv=48, Hi=16, Di=32, K=64, dtype=torch.bfloat16, optional=False)
+    args = inputs.arguments(name, case, device="cuda")
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        got = calls.run(name, args)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    calls.assert_all_near(got, calls.reference(name, args))
+
+
 def test_relu_has_gradient_zero_at_zero(device):
     q, k = torch.zeros(1, 1, 2, device=device), torch.ones(1, 2, device=device)
     weights, ids = torch.ones(1, 1, device=device), torch.zeros(1, 1, dtype=torch.int32, device=device)
