@@ -70,8 +70,14 @@ def requested_backend() -> str:
     return name
 
 
+def _refuse_compiled() -> None:
+    if torch.compiler.is_compiling():
+        raise RuntimeError("dsa_ops.backend cannot be used inside a compiled function; put it around the call")
+
+
 @contextlib.contextmanager
 def _force(name: str) -> Iterator[None]:
+    _refuse_compiled()  # a decorator is made outside and entered inside
     block = [name]
     _forced.append(block)
     try:
@@ -87,8 +93,7 @@ def backend(name: str) -> contextlib.AbstractContextManager[None]:
     call raises RuntimeError with the reason. Inside a compiled function it raises RuntimeError, since the graph would
     not keep it: put the `with` around the call of the compiled function.
     """
-    if torch.compiler.is_compiling():
-        raise RuntimeError("dsa_ops.backend cannot be used inside a compiled function; put it around the call")
+    _refuse_compiled()
     if name not in BACKENDS:
         raise ValueError(f"backend: name must be one of {', '.join(BACKENDS)}, got {name!r}")
     return _force(name)

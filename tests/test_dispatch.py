@@ -109,23 +109,6 @@ def test_forward_and_backward_choose_each_for_itself():
     out.sum().backward()
 
 
-def test_the_choice_reaches_a_compiled_function_from_outside():
-    args = inputs.arguments("sparse_mla")
-    compiled = torch.compile(calls.op("sparse_mla"), fullgraph=True, backend="aot_eager")
-    compiled(*args.values())
-    with dsa_ops.backend("tilelang"), pytest.raises(RuntimeError, match="backend 'tilelang'"):
-        compiled(*args.values())
-
-
-def test_context_inside_a_compiled_function_raises():
-    def f(*args):
-        with dsa_ops.backend("unfused"):
-            return calls.op("sparse_mla")(*args)
-
-    with pytest.raises(Exception, match="inside a compiled function"):
-        torch.compile(f, fullgraph=True, backend="eager")(*inputs.arguments("sparse_mla").values())
-
-
 # ---- the table, with kernels that exist for the test only ------------------------------------------------------------
 
 
