@@ -114,7 +114,8 @@ def attach_loss(x: Tensor, loss: Tensor, scale: Tensor | None = None) -> Tensor:
     Returns:
         x as a view, that requires grad if `x` or `loss` does. An in-place operation on a view from a custom function is
         an error in PyTorch: write `y = f(y)`, not `f_(y)`. Where `loss` does not require grad, or grad mode is off: x.
-        Of an x made in inference mode a copy, and in a compiled region of every x that does not require grad.
+        A copy of an x made in inference mode, of every x in an exported program, and in a compiled region of one that
+        does not require grad.
 
     Second derivatives are right (`scale` is a constant to them), so are torch.func.grad and vmap. Forward-mode AD, and
     vmap inside a compiled region, raise RuntimeError. With torch.compile, change `scale` outside the compiled region:
