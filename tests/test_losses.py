@@ -521,11 +521,14 @@ def test_the_scale_counts_at_backward(reentrant, scale_dtype):
         check_layer(layer, x, w, torch.tensor(0.5, dtype=scale_dtype), 7, reentrant)
 
 
-# inductor takes its time, so it compiles only the case most open to a copy: a scale that needs a cast
+FLOATS = (torch.float32, torch.float64)
+
+
+# inductor takes its time, so it compiles only the case most open to a copy: a scale that needs a cast, under recompute
 @pytest.mark.parametrize(
-    ("backend", "scale_dtypes"), [("aot_eager", (torch.float32, torch.float64)), ("inductor", (torch.float64,))]
+    ("backend", "scale_dtypes", "reentrant"),
+    [*(("aot_eager", FLOATS, reentrant) for reentrant in (None, False, True)), ("inductor", FLOATS[1:], False)],
 )
-@reentrance
 def test_the_scale_counts_at_backward_of_a_compiled_region(backend, scale_dtypes, reentrant):
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
