@@ -11,7 +11,6 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from functorch.compile import make_boxed_func
-from layers import layer
 from torch._dynamo.backends.common import aot_autograd
 
 import calls
@@ -19,6 +18,7 @@ import dsa_ops  # noqa: F401
 import inputs
 from dsa_ops.layouts import packed_bounds
 from inputs import OPS
+from layers import layer
 
 PLUMBING = operator.getitem, torch.ops.aten.detach.default  # autograd detaches what it saves, in some releases twice
 SHORT = {torch.float32: "f32", torch.float64: "f64", torch.int32: "i32"}

@@ -6,12 +6,12 @@ import datetime
 import pytest
 import torch
 import torch.distributed as dist
-from layers import layer
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dsa_ops.nn import set_mode
+from layers import layer
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from layers import LAYOUTS, SMALL, gradients, layer
 from torch.export import Dim
 
 import calls
 import dsa_ops
 import inputs
 from dsa_ops.nn import DSAttentionOutput, set_mode
+from layers import LAYOUTS, SMALL, gradients, layer
 
 DOC = Path(__file__).resolve().parent.parent.parent / "docs" / "export.md"
 # What a process hears that has not imported dsa_ops: PyTorch's words, which docs/export.md repeats.

@@ -4,13 +4,13 @@ import itertools
 import math
 
 import pytest
-import steps
 import torch
-from steps import ids
 
 import calls
 import inputs
+import steps
 from inputs import DIFFERENTIABLE, OPS
+from steps import ids
 
 
 @pytest.mark.parametrize("name", ["indexer_scores", "sparse_mla"])

@@ -1,12 +1,12 @@
 """Empty slots, ids of both sentinel styles, rows without keys: what other implementations got wrong."""
 
 import pytest
-import steps
 import torch
-from steps import ID_OPS, KEYS, ids
 
 import calls
 import dsa_ops
+import steps
+from steps import ID_OPS, KEYS, ids
 
 
 @pytest.mark.parametrize("poison", [float("inf"), float("nan"), 3e38])

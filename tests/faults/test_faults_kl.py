@@ -1,14 +1,14 @@
 """The indexer's loss: what other implementations got wrong. Values and masks: test_losses.py."""
 
 import pytest
-import steps
 import torch
-from steps import ids
 
 import calls
 import dsa_ops
 import inputs
 import oracle
+import steps
+from steps import ids
 
 SCALE = 0.3
 

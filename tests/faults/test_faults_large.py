@@ -1,10 +1,10 @@
 """More than 2**31 elements, and memory: what other implementations got wrong. Sizes for one GPU of 139 GiB."""
 
 import pytest
-import steps
 import torch
 
 import calls
+import steps
 
 pytestmark = pytest.mark.gpu
 GIB = 1 << 30

@@ -1,12 +1,12 @@
 """Packed sequences, empty ones, context-parallel rows: what other implementations got wrong."""
 
 import pytest
-import steps
 import torch
 
 import calls
 import dsa_ops
 import inputs
+import steps
 from dsa_ops import layouts
 
 

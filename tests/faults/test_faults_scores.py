@@ -1,12 +1,12 @@
 """Index scores and their windows: what other implementations got wrong."""
 
 import pytest
-import steps
 import torch
 
 import calls
 import dsa_ops
 import inputs
+import steps
 
 
 def dense_scores(args):

@@ -1,12 +1,12 @@
 """Top-k selection: what other implementations got wrong. Ties, special values and odd widths: ops/test_selection.py."""
 
 import pytest
-import steps
 import torch
 
 import calls
 import dsa_ops
 import oracle
+import steps
 
 
 def assert_contract(indices, scores, starts, ends):

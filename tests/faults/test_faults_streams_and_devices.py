@@ -1,12 +1,12 @@
 """CUDA graphs, streams, several devices, alignment: what other implementations got wrong."""
 
 import pytest
-import steps
 import torch
 
 import calls
 import dsa_ops
 import inputs
+import steps
 from inputs import DIFFERENTIABLE, OPS
 
 CASE = dict(T=40, S=90, H=4, D=32, Dv=16, Hi=3, Di=16, K=24)

@@ -3,7 +3,6 @@
 import functools
 
 import pytest
-import steps
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -11,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import calls
 import dsa_ops
 import inputs
+import steps
 from inputs import ALL, BACKWARDS, DIFFERENTIABLE, OPS
 
 

@@ -2,14 +2,14 @@
 
 import itertools
 
-import layer_oracle as oracle
 import pytest
 import torch
-from layers import LAYOUTS, SMALL, gradients, hidden, layer, split, state
 from torch.utils.checkpoint import checkpoint
 
+import layer_oracle as oracle
 from dsa_ops.nn import DSAttention, rotary_table, set_mode
 from dsa_ops.nn.rotary import hadamard
+from layers import LAYOUTS, SMALL, gradients, hidden, layer, split, state
 
 B, L = 2, 19
 VARIANTS = {

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from layers import gradients, hidden, layer
 from torch.utils.checkpoint import checkpoint
 
 from dsa_ops.layouts import contiguous_cp, packed_bounds, zigzag_cp
 from dsa_ops.nn import rotary_table, set_mode
+from layers import gradients, hidden, layer
 
 MODES = ["dense", "warmup", "sparse", "frozen"]
 LAYOUTS = {"zigzag": zigzag_cp, "contiguous": contiguous_cp}

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from layers import LAYOUTS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsa_ops.nn import dense
 from dsa_ops.nn.dense import dense_attention, visible_lse
+from layers import LAYOUTS
 
 
 @pytest.fixture(params=["one tile", "many tiles", "recomputed"])

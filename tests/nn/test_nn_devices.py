@@ -1,11 +1,11 @@
 """The layer on every device and dtype against the float64 oracle, and what it costs on CUDA."""
 
-import layer_oracle as oracle
 import pytest
 import torch
-from layers import LAYOUTS, gradients, hidden, layer, split, state
 
+import layer_oracle as oracle
 from dsa_ops.nn import dense, set_mode
+from layers import LAYOUTS, gradients, hidden, layer, split, state
 
 MODES = ["dense", "warmup", "sparse", "frozen"]
 # relative to the size of the result; bfloat16 rounds weights, projections and probabilities to 8 bits each

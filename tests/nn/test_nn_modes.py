@@ -5,10 +5,10 @@ import io
 
 import pytest
 import torch
-from layers import hidden, layer
 from torch import nn
 
 from dsa_ops.nn import DSAttention, LightningIndexer, indexer_parameters, set_mode
+from layers import hidden, layer
 
 
 class Model(nn.Module):

@@ -1,9 +1,9 @@
 """Rotations: by position in both conventions, and by the Hadamard matrix."""
 
-import layer_oracle
 import pytest
 import torch
 
+import layer_oracle
 from dsa_ops.nn import rotary_table
 from dsa_ops.nn.rotary import hadamard, rotate, rotate_slice
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
-from layers import gradients, split
 
 from dsa_ops.nn import DSAttention, deepseek_v32, glm5, set_mode
+from layers import gradients, split
 
 if sys.version_info < (3, 11):
     pytest.skip("transformers 5.24 starts at Python 3.11", allow_module_level=True)

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from layers import SMALL, layer
 
 import calls
 import dsa_ops
 import inputs
 from dsa_ops.nn import set_mode
 from inputs import BACKWARDS, DIFFERENTIABLE, OPS
+from layers import SMALL, layer
 
 HALVES = [torch.bfloat16, torch.float16]
 CAST = {

@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from layers import SMALL, layer
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import calls
@@ -12,6 +11,7 @@ import dsa_ops
 import inputs
 from dsa_ops.nn import DSAConfig, DSAttention, set_mode
 from inputs import ALL, DIFFERENTIABLE, OPS
+from layers import SMALL, layer
 
 MODES = ["dense", "warmup", "sparse", "frozen"]
 CASES = {"plain": inputs.Case(), "bfloat16": inputs.Case(dtype=torch.bfloat16, optional=False)}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from layers import SMALL, layer
 
 import calls
 import inputs
 from dsa_ops.nn import deepseek_v32, set_mode
+from layers import SMALL, layer
 
 PAGE = (Path(__file__).resolve().parent.parent.parent / "docs" / "activation_memory.md").read_text()
 TABLE = {

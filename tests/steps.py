@@ -34,7 +34,7 @@ def arguments(name, indices=None, *, device="cpu", **changes):
     if indices is not None:
         changes |= {"indices": indices}
         changes = {"T": indices.shape[0], "K": indices.shape[1], "topk_length": None} | changes
-    names = set(inputs.ALL[name].build(inputs._Source(inputs.Case(T=1))))
+    names = set(inputs.arguments(name, T=1))
     fields = {n: x for n, x in changes.items() if n in inputs.Case.__dataclass_fields__}
     args = inputs.arguments(name, device=device, grad=True, **fields)
     for n, x in changes.items():

@@ -1,9 +1,9 @@
 """Small layers and inputs that the tests of dsa_ops.nn share."""
 
 import torch
-from layer_oracle import bounded, causal
 
 from dsa_ops.nn import DSAConfig, DSAttention
+from layer_oracle import bounded, causal
 
 SMALL = {
     "hidden_size": 32,
