@@ -217,6 +217,7 @@ class Op:
     differentiable: tuple[str, ...] = ()
     through: tuple[str, ...] = ()  # outputs that carry gradients
     backward: str | None = None
+    autocast: tuple[str, ...] = ()  # arguments that autocast casts
 
 
 @dataclass(frozen=True)
@@ -236,11 +237,25 @@ class Backward:
 
 OPS = {
     "indexer_topk": Op(
-        _indexer_topk, ("indices", "scores"), ("q", "k", "weights"), ("scores",), "indexer_scores_backward"
+        _indexer_topk,
+        ("indices", "scores"),
+        ("q", "k", "weights"),
+        ("scores",),
+        "indexer_scores_backward",
+        autocast=("q", "k"),
     ),
-    "indexer_scores": Op(_indexer_scores, ("scores",), ("q", "k", "weights"), ("scores",), "indexer_scores_backward"),
-    "sparse_mla": Op(_sparse_mla, ("out", "lse"), ("q", "kv", "sink"), ("out", "lse"), "sparse_mla_backward"),
-    "attention_target": Op(_attention_target, ("target",)),
+    "indexer_scores": Op(
+        _indexer_scores, ("scores",), ("q", "k", "weights"), ("scores",), "indexer_scores_backward", autocast=("q", "k")
+    ),
+    "sparse_mla": Op(
+        _sparse_mla,
+        ("out", "lse"),
+        ("q", "kv", "sink"),
+        ("out", "lse"),
+        "sparse_mla_backward",
+        autocast=("q", "kv"),
+    ),
+    "attention_target": Op(_attention_target, ("target",), autocast=("q", "kv")),
     "indexer_kl": Op(_indexer_kl, ("kl",), ("scores",), ("kl",), "indexer_kl_backward"),
     "dense_indexer_kl": Op(
         _dense_indexer_kl,
@@ -248,6 +263,7 @@ OPS = {
         ("index_q", "index_k", "index_weights"),
         ("loss",),
         "dense_indexer_kl_backward",
+        autocast=("index_q", "index_k", "q", "k"),
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Small layers and inputs that the tests of dsa_ops.nn share."""
+"""Small layers and inputs for them: what every test of a layer starts from."""
 
 import torch
 

@@ -11,11 +11,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from dsa_ops.nn import set_mode
+from dsa_ops.nn.attention import MODES
 from layers import layer
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
 
-MODES = ["dense", "warmup", "sparse", "frozen"]
 WORLD, BATCH, ROWS, HIDDEN = 2, 2, 19, 32
 
 

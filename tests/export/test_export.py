@@ -201,9 +201,8 @@ def test_functions_export_for_training(name, strict):
         def forward(self, tensors):
             return getattr(dsa_ops, name)(**tensors, **numbers)
 
-    per_key = calls.KEYS | {"k"}
     rows, keys = Dim("T", min=2, max=2**20), Dim("S", min=2, max=2**20)
-    shapes = {n: {0: rows} if n in calls.ROWS else {0: keys} if n in per_key else {} for n in tensors}
+    shapes = {n: {0: rows} if n in calls.ROWS else {0: keys} if n in calls.KEYS else {} for n in tensors}
     program = torch.export.export(Call(), (tensors,), dynamic_shapes=(shapes,), strict=strict)
     ours = [str(node.target) for node in program.graph.nodes if str(node.target).startswith("dsa.")]
     assert ours == [f"dsa.{name}.default"]

@@ -234,12 +234,9 @@ def test_torch_func_grad_is_refused_by_name(name):
     args = steps.arguments(name, dtype=torch.float64)
     first = OPS[name].differentiable[0]
     changed = {n: x.detach() if isinstance(x, torch.Tensor) else x for n, x in args.items() if n != first}
-    required = {"indexer_topk": 3, "indexer_scores": 4, "sparse_mla": 5, "indexer_kl": 3, "dense_indexer_kl": 6}[name]
 
     def f(x):
-        given = {**args, **changed, first: x}
-        values = list(given.items())
-        found = getattr(dsa_ops, name)(*(v for _, v in values[:required]), **dict(values[required:]))
+        found = getattr(dsa_ops, name)(**{**args, **changed, first: x})
         output = dict(zip(OPS[name].outputs, calls.as_tuple(found), strict=True))[OPS[name].through[0]]
         return torch.where(output.isfinite(), output, 0.0).sum()
 

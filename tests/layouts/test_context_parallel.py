@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
+import calls
 from dsa_ops.layouts import CPLayout, PackedCPLayout, _checks, contiguous_cp, packed_bounds, zigzag_cp
 
-few = settings(derandomize=True, deadline=None, max_examples=60)
+few = settings(calls.few, max_examples=60)
 ints = st.sampled_from([torch.int32, torch.int64])
 build = PackedCPLayout.build
 
@@ -291,7 +292,7 @@ def test_to_global_by_hand():
     assert segments.to_global(indices).tolist() == [[[0, 0, 8, 19], [-1, 3, -1, 15]]]
     with pytest.raises(IndexError, match=r"to_global: indices must be below 30, the number of keys .* got 30"):
         segments.to_global(torch.tensor([0, 30]))
-    # the last 2 * 2 // 4 = 1 of 31 positions is in no segment
+    # of 26 + 26 // 4 = 32 positions the last two are in no segment
     wider = build(torch.tensor([0, 8, 24]), 2, 1, total=26)
     assert wider.source_indices.shape == (32,) and wider.source_indices.tolist()[30:] == [25, 25]
     with pytest.raises(IndexError, match="got 31"):

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import layer_oracle as oracle
 from dsa_ops.nn import DSAttention, rotary_table, set_mode
+from dsa_ops.nn.attention import MODES
 from dsa_ops.nn.rotary import hadamard
 from layers import LAYOUTS, SMALL, gradients, hidden, layer, split, state
 
@@ -155,7 +156,7 @@ def test_the_two_losses_do_not_meet(coeff):
 
 
 @layouts
-@pytest.mark.parametrize("mode", ["dense", "warmup", "sparse", "frozen"])
+@pytest.mark.parametrize("mode", MODES)
 def test_packed_equals_batched(mode, layout):
     """The same sequences one after another: same output, same loss, ids moved by the sequence's first row."""
     module, x = layer(mode, sink=True), hidden(B, L)
@@ -189,7 +190,7 @@ def test_one_packed_sequence_needs_no_bounds():
             close(got.loss, batched.loss, tolerance=1e-12)
 
 
-@pytest.mark.parametrize("mode", ["dense", "warmup", "sparse", "frozen"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", ["causal", "ragged"])
 def test_the_future_changes_nothing(mode, layout):
     module, x = layer(mode, sink=True), hidden(B, L)
@@ -325,7 +326,7 @@ def test_indexer_by_itself():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("mode", ["dense", "warmup", "sparse", "frozen"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", ["causal", "ragged"])
 def test_checkpointing(mode, layout, reentrant):
     """Recomputing two layers gives every gradient of running them once, the indexers' too, and counts no loss twice."""
@@ -365,7 +366,7 @@ def test_no_loss_in_evaluation():
         assert got.loss is None and got.kl is None
 
 
-@pytest.mark.parametrize("mode", ["dense", "warmup", "sparse", "frozen"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", ["causal", "ragged"])
 def test_no_rows(mode, layout):
     module = layer(mode, sink=True)
@@ -392,7 +393,7 @@ def test_padding_rows_of_nan_stay_out():
         assert want.loss is None or torch.equal(got.loss, want.loss)
 
 
-@pytest.mark.parametrize("mode", ["dense", "warmup", "sparse", "frozen"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", ["bfloat16", "autocast"])
 def test_half_precision(mode, how):
     module = layer(mode, sink=True, dtype=torch.float32)

@@ -8,9 +8,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dsa_ops.layouts import contiguous_cp, packed_bounds, zigzag_cp
 from dsa_ops.nn import rotary_table, set_mode
+from dsa_ops.nn.attention import MODES
 from layers import gradients, hidden, layer
 
-MODES = ["dense", "warmup", "sparse", "frozen"]
 LAYOUTS = {"zigzag": zigzag_cp, "contiguous": contiguous_cp}
 # three sequences, the second empty, with padding rows between them and behind them
 REAL, PADDED, TOTAL = torch.tensor([0, 13, 13, 34]), torch.tensor([0, 16, 16, 48]), 56

@@ -5,9 +5,9 @@ import torch
 
 import layer_oracle as oracle
 from dsa_ops.nn import dense, set_mode
+from dsa_ops.nn.attention import MODES
 from layers import LAYOUTS, gradients, hidden, layer, split, state
 
-MODES = ["dense", "warmup", "sparse", "frozen"]
 # relative to the size of the result; bfloat16 rounds weights, projections and probabilities to 8 bits each
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.05}
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dsa_ops.nn import DSAttention, LightningIndexer, indexer_parameters, set_mode
+from dsa_ops.nn.attention import MODES
 from layers import hidden, layer
 
 
@@ -48,7 +49,7 @@ def moved(model, mode):
     return {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
 
 
-@pytest.mark.parametrize("mode", ["dense", "warmup", "sparse", "frozen"])
+@pytest.mark.parametrize("mode", MODES)
 def test_what_learns(mode):
     model = Model()
     everything, index = {name for name, _ in model.named_parameters()}, index_names(model)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import calls
-import dsa_ops
 import inputs
+from calls import public
 from inputs import ALL, BACKWARDS, DIFFERENTIABLE, OPS
 
 
@@ -134,20 +134,6 @@ CASES = [(op, name, change) for op, names in REFUSED.items() for name, changes i
 IDS = [f"{op}-{name}-{change.__name__}" for op, name, change in CASES]
 # The Python functions take int64 ids and bounds, and batched tensors of one dimension more.
 ALLOWED_IN_PYTHON = {as_int64}
-
-
-def public(name, args):
-    """dsa_ops.<name> with the arguments of the schema."""
-    positional = {
-        "indexer_topk": 3,
-        "indexer_scores": 4,
-        "sparse_mla": 5,
-        "attention_target": 5,
-        "indexer_kl": 3,
-        "dense_indexer_kl": 6,
-    }[name]
-    items = list(args.items())
-    return getattr(dsa_ops, name)(*(x for _, x in items[:positional]), **dict(items[positional:]))
 
 
 def assert_refused(call, op, name, change=None, got=None):

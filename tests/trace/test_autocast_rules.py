@@ -7,18 +7,11 @@ import calls
 import dsa_ops
 import inputs
 from dsa_ops.nn import set_mode
+from dsa_ops.nn.attention import MODES
 from inputs import BACKWARDS, DIFFERENTIABLE, OPS
 from layers import SMALL, layer
 
 HALVES = [torch.bfloat16, torch.float16]
-CAST = {
-    "indexer_topk": ("q", "k"),
-    "indexer_scores": ("q", "k"),
-    "sparse_mla": ("q", "kv"),
-    "attention_target": ("q", "kv"),
-    "indexer_kl": (),
-    "dense_indexer_kl": ("index_q", "index_k", "q", "k"),
-}
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
@@ -34,16 +27,17 @@ def test_dtypes_of_results_and_gradients(name, half, device):
         grads = calls.incoming(name, found)
         got = calls.gradients(name, args, grads, found)
         assert all(g.dtype == torch.float32 for g in got.values())
-        cast = {n: x.to(half) if n in CAST[name] else x for n, x in args.items()}
+        cast = {n: x.to(half) if n in OPS[name].autocast else x for n, x in args.items()}
         want = calls.gradients(name, args, grads, calls.run(name, cast))
         calls.assert_all_near(got, want, 1e-5)
 
 
-@pytest.mark.parametrize("name", [n for n in OPS if CAST[n]])
+@pytest.mark.parametrize("name", [n for n in OPS if OPS[n].autocast])
 def test_inputs_of_two_dtypes_meet_in_the_autocast_dtype(name, device):
     args = inputs.arguments(name, device=device, dtype=torch.float32)
-    mixed = {n: x.half() if n == CAST[name][0] else x.bfloat16() if n == CAST[name][1] else x for n, x in args.items()}
-    cast = {n: x.bfloat16() if n in CAST[name] else x for n, x in mixed.items()}
+    first, second, *_ = OPS[name].autocast
+    mixed = {**args, first: args[first].half(), second: args[second].bfloat16()}
+    cast = {n: x.bfloat16() if n in OPS[name].autocast else x for n, x in mixed.items()}
     with pytest.raises(TypeError, match=name):
         calls.run(name, mixed)
     with torch.autocast(device, torch.bfloat16):
@@ -69,15 +63,15 @@ def test_half_of_what_was_given_is_kept(name, device):
     with torch.autocast(device, torch.bfloat16), hooks:
         calls.run(name, args)
     assert {x.dtype for x in kept if x.is_floating_point()} == {torch.float32} | (
-        {torch.bfloat16} if CAST[name] else set()
+        {torch.bfloat16} if OPS[name].autocast else set()
     )
-    originals = {args[n].data_ptr() for n in CAST[name]}
+    originals = {args[n].data_ptr() for n in OPS[name].autocast}
     assert not originals & {x.data_ptr() for x in kept}
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
 @pytest.mark.parametrize("half", HALVES, ids=str)
-@pytest.mark.parametrize("mode", ["dense", "warmup", "sparse", "frozen"])
+@pytest.mark.parametrize("mode", MODES)
 def test_whole_layer(mode, half, inside, device):
     module = set_mode(layer("dense", dtype=torch.float32, sink=True), mode).to(device)
     x = torch.randn(2, 19, SMALL["hidden_size"], device=device, requires_grad=True)

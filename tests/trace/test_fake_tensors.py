@@ -10,10 +10,10 @@ import calls
 import dsa_ops
 import inputs
 from dsa_ops.nn import DSAConfig, DSAttention, set_mode
+from dsa_ops.nn.attention import MODES
 from inputs import ALL, DIFFERENTIABLE, OPS
 from layers import SMALL, layer
 
-MODES = ["dense", "warmup", "sparse", "frozen"]
 CASES = {"plain": inputs.Case(), "bfloat16": inputs.Case(dtype=torch.bfloat16, optional=False)}
 CASES |= {"transposed": inputs.Case(layout="transposed"), "float64": inputs.Case(dtype=torch.float64, T=0)}
 PLACES = ["fake cpu", "meta"]

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import calls
 import inputs
-from inputs import DIFFERENTIABLE, OPS
+from inputs import BACKWARDS, DIFFERENTIABLE, OPS
 
 PAGE = (Path(__file__).resolve().parent.parent.parent / "docs" / "flops.md").read_text()
 TABLE = {
@@ -48,7 +48,13 @@ def backward_flops(name, frozen=()):
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_backward(name):
+    """Through autograd, and the backward op by itself, with its flags left to their defaults."""
     assert backward_flops(name) == value(TABLE[name][1])
+    backward = OPS[name].backward
+    if BACKWARDS[backward].forward == name:  # indexer_topk shares that of indexer_scores
+        args = inputs.arguments(backward, CASE)
+        args = {n: x for n, x in args.items() if not n.startswith("need_")}
+        assert counted(lambda: calls.op(backward)(*args.values())) == value(TABLE[name][1])
 
 
 @pytest.mark.parametrize("name", [n for n in DIFFERENTIABLE if n != "indexer_kl"])

@@ -10,6 +10,7 @@ import torch
 import calls
 import inputs
 from dsa_ops.nn import deepseek_v32, set_mode
+from dsa_ops.nn.attention import MODES
 from layers import SMALL, layer
 
 PAGE = (Path(__file__).resolve().parent.parent.parent / "docs" / "activation_memory.md").read_text()
@@ -19,7 +20,6 @@ TABLE = {
         r"^\| `(\w+)` \|[^|]*\| `([^`|]+)` \| ([\d.]+ \w+) \|$", PAGE, re.MULTILINE
     )
 }
-MODES = ("dense", "warmup", "sparse", "frozen")
 BYTES = {torch.bfloat16: {"e": 2, "a": 4}, torch.float32: {"e": 4, "a": 4}, torch.float64: {"e": 8, "a": 8}}
 LETTERS = ("T", "S", "H", "D", "Dv", "Hi", "Di", "K")
 
