@@ -5,7 +5,7 @@ import inspect
 import torch
 from hypothesis import HealthCheck, settings
 
-import dsa_ops  # noqa: F401  registers the ops
+import dsa_ops
 import inputs
 import oracle
 
@@ -29,6 +29,26 @@ def run(name, args) -> dict[str, torch.Tensor]:
     """The op's outputs by name; a backward op's gradients by the name of the argument they belong to."""
     names = inputs.OPS[name].outputs if name in inputs.OPS else inputs.BACKWARDS[name].gradients
     return dict(zip(names, as_tuple(op(name)(*args.values())), strict=True))
+
+
+def public_arguments(name, args) -> tuple[list, dict]:
+    """The arguments of the schema as dsa_ops.<name> takes them: positional ones and keywords."""
+    positional = {
+        "indexer_topk": 3,
+        "indexer_scores": 4,
+        "sparse_mla": 5,
+        "attention_target": 5,
+        "indexer_kl": 3,
+        "dense_indexer_kl": 6,
+    }[name]
+    items = list(args.items())
+    return [x for _, x in items[:positional]], dict(items[positional:])
+
+
+def public(name, args):
+    """dsa_ops.<name> with the arguments of the schema."""
+    positional, keywords = public_arguments(name, args)
+    return getattr(dsa_ops, name)(*positional, **keywords)
 
 
 def on_cpu(args):
