@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from dsa_ops import api
+
 # Bytes of one tile. On a CPU small tiles stay in the cache, and read fewer keys that only some of their rows see.
 _MASK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 _LOGIT_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
@@ -72,7 +74,9 @@ def dense_attention(
     recompute = recompute and q.shape[1] * mask_bytes > _budget(_MASKS_KEPT, q.device)
     outs = []
     for rows in tiles:
-        q_tile, low, high = (_cut(t, 1, rows.start, rows.stop) for t in (q, starts, ends))
+        # one by one: of a generator that closes over `rows`, torch 2.11 takes the length for a constant
+        q_tile = _cut(q, 1, rows.start, rows.stop)
+        low, high = _cut(starts, 1, rows.start, rows.stop), _cut(ends, 1, rows.start, rows.stop)
         first, last = _key_range(low, high, keys)
         inputs = (q_tile, k, v, low, high, first, last, softmax_scale, sinks is not None)
         if recompute:
@@ -104,7 +108,7 @@ def visible_lse(
                 ids = torch.arange(rows.start, rows.stop, device=q.device)
                 low, high = torch.zeros_like(ids).unsqueeze(0), ids.unsqueeze(0) + 1
             else:
-                low, high = (_cut(t, 1, rows.start, rows.stop) for t in (starts, ends))
+                low, high = _cut(starts, 1, rows.start, rows.stop), _cut(ends, 1, rows.start, rows.stop)
                 first, last = _key_range(low, high, keys)
             q_tile = _cut(q, 1, rows.start, rows.stop).transpose(1, 2).to(wide)
             logits = (q_tile * softmax_scale) @ _cut(k, 2, first, last).mT
@@ -171,7 +175,7 @@ def _budget(budgets: dict[str, int], device: torch.device) -> int:
 
 def _key_range(starts: Tensor, ends: Tensor, keys: int) -> tuple[int, int]:
     """Keys that some row of the tile sees, where reading the bounds costs nothing; else all keys."""
-    if type(starts) is not Tensor or starts.device.type != "cpu" or torch.compiler.is_compiling():
+    if starts.device.type != "cpu" or not api._readable(starts):
         return 0, keys
     seen = ends > starts
     if not bool(seen.any()):
