@@ -14,6 +14,7 @@ from torch import Tensor
 from dsa_ops import checks, dispatch
 from dsa_ops import ops as _ops  # noqa: F401  (registers torch.ops.dsa.*)
 from dsa_ops.checks import MAX_ROWS, validates
+from dsa_ops.ops._register import autocast_arguments
 from dsa_ops.results import DenseIndexerKLOutput, IndexerTopkOutput, SparseMLAOutput
 
 _INT32_MAX = MAX_ROWS - 1  # no key has this id: the op refuses it on CPU and takes it for an empty slot on CUDA
@@ -102,14 +103,17 @@ def _ids(op: str, indices: Tensor, keys: Tensor, batch: _Batch | None, topk_leng
 
 def _readable(*tensors: Tensor | None) -> bool:
     """Whether values may be looked at here: not while tracing, under a transform, or where there are none."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or checks.recording():
         return False
-    return all(x is None or (type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta") for x in tensors)
+    return all(
+        x is None or (type(x) in (Tensor, torch.nn.Parameter) and x.device.type != "meta" and x.layout == torch.strided)
+        for x in tensors
+    )
 
 
 def _check_local_ids(op: str, indices: Tensor, num_keys: int, topk_length: Tensor | None) -> None:
     """The op's own check, but for the ids as the caller wrote them: before they are clamped or moved."""
-    if indices.dtype not in (torch.int32, torch.int64):
+    if indices.dtype not in (torch.int32, torch.int64) or indices.dim() == 0:
         return
     bad = indices >= num_keys
     if topk_length is not None and topk_length.shape == indices.shape[:-1]:
@@ -191,12 +195,13 @@ def _length(op: str, topk_length: Tensor | None, batch: _Batch | None) -> Tensor
 
 
 def _call(overload: Any, args: tuple) -> Any:
-    """The op's results. Where torch.func.grad cannot see through the op, an error that names it."""
+    """The op's results. Where PyTorch refuses before the op sees its arguments, an error that says why."""
     if torch.compiler.is_compiling():
         return overload(*args)
     try:
         return overload(*args)
     except RuntimeError as error:
+        checks.refuse_kinds(overload._opname, overload._schema.arguments, args, error)
         if "setup_context" not in str(error):  # PyTorch's words are about a class that nobody here has written
             raise
         raise RuntimeError(
@@ -585,6 +590,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> dispatch.Explanation:
     Returns:
         Explanation(op, backend, kernel, refusals); `print` it for a readable answer.
     """
+    if not isinstance(op, str):
+        raise TypeError(f"explain: op must be a str, got {type(op).__name__}")
     if op in _ARGS:
         op_args, _ = _ARGS[op](*args, **kwargs)
         return _explain(op, op_args)
@@ -599,5 +606,9 @@ def explain(op: str, *args: Any, **kwargs: Any) -> dispatch.Explanation:
 
 
 def _explain(op: str, op_args: tuple) -> dispatch.Explanation:
+    checks.refuse_kinds(op, getattr(torch.ops.dsa, op).default._schema.arguments, op_args)
+    device = next(x.device.type for x in op_args if isinstance(x, Tensor))
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        op_args = autocast_arguments(op, device, op_args)
     getattr(checks, f"check_{op}")(*op_args)  # what the op would refuse has no backend
     return dispatch.explain_op(op, op_args)

@@ -5,6 +5,8 @@ Everything here looks at ranks, sizes, dtypes and devices only, so it costs no h
 """
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -257,9 +259,39 @@ def check_dense_indexer_kl_backward(
     _expect(op, "grad_loss", grad_loss, FLOATS, ("index_q", index_q.device), "")
 
 
+def refuse_kinds(op: str, arguments: Sequence[Any], args: tuple, cause: Exception | None = None) -> None:
+    """Raises where an argument is not the kind of thing its schema says: no tensor, not strided, beyond 64 bits.
+
+    Too dear for every call, so asked once a call has failed otherwise (with `cause`), and while tracing.
+    """
+    for argument, x in zip(arguments, args, strict=False):
+        if isinstance(x, Tensor):
+            if x.layout != torch.strided or x.is_nested:
+                kind = "nested" if x.is_nested else str(x.layout)
+                raise TypeError(f"{op}: {argument.name} must be a strided tensor, got a {kind} one") from cause
+        elif str(argument.type) == "Tensor":
+            raise TypeError(f"{op}: {argument.name} must be a torch.Tensor, got {type(x).__name__}") from cause
+        elif isinstance(x, int) and not -(2**63) <= x < 2**63:
+            raise ValueError(f"{op}: {argument.name} must fit in 64 bits, got {x}") from cause
+
+
+def recording() -> bool:
+    """Whether operations on plain tensors are written into a graph (make_fx, torch.func.linearize).
+
+    No value can be read then; nor can one in a FakeTensorMode.
+    """
+    keys, active = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
+    return active(keys.PROXY) is not None or active(keys.FAKE) is not None
+
+
 def validates(device: torch.device) -> bool:
     """Whether values are checked: always on CPU, elsewhere only with DSA_OPS_VALIDATE=1 (it costs a host sync)."""
-    return device.type == "cpu" or os.environ.get("DSA_OPS_VALIDATE", "0") not in ("", "0")
+    if device.type == "cpu":
+        return True
+    setting = os.environ.get("DSA_OPS_VALIDATE") or "0"
+    if setting not in ("0", "1"):
+        raise ValueError(f"DSA_OPS_VALIDATE must be 0 or 1, got {setting!r}")
+    return setting == "1"
 
 
 def check_ids(op: str, indices: Tensor, num_keys: int, topk_length: Tensor | None = None) -> None:

@@ -206,7 +206,12 @@ def warmup(
             raise ValueError(f"warmup: {name} must be at least 1, got {value}")
     if v_dim > head_dim:
         raise ValueError(f"warmup: v_dim must be at most head_dim = {head_dim}, got {v_dim}")
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"warmup: dtype must be a floating-point torch.dtype, got {dtype!r}")
+    try:
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"warmup: device must be a torch.device or the name of one, got {device!r}") from error
     widths = dict(heads=heads, index_heads=index_heads, head_dim=head_dim, v_dim=v_dim, index_dim=index_dim)
     report = {}
     for op in KERNELS:

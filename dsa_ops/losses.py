@@ -71,8 +71,8 @@ def indexer_loss(
     if group is not None and not torch.compiler.is_compiling():
         _check_group(op, group)
 
-    if topk_length is not None:
-        indices = expand_topk(api._int32(op, "indices", indices), topk_length)
+    if topk_length is not None and indices.dim() and indices.dtype in (torch.int32, torch.int64):  # checked below
+        indices = expand_topk(indices, topk_length)
     if row_mask is not None:
         # A row that does not count becomes a row without keys. Masking its KL instead would send 0 * NaN to its scores.
         indices = torch.where(row_mask.unsqueeze(-1), indices, -1)

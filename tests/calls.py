@@ -33,14 +33,8 @@ def run(name, args) -> dict[str, torch.Tensor]:
 
 def public_arguments(name, args) -> tuple[list, dict]:
     """The arguments of the schema as dsa_ops.<name> takes them: positional ones and keywords."""
-    positional = {
-        "indexer_topk": 3,
-        "indexer_scores": 4,
-        "sparse_mla": 5,
-        "attention_target": 5,
-        "indexer_kl": 3,
-        "dense_indexer_kl": 6,
-    }[name]
+    parameters = inspect.signature(getattr(dsa_ops, name)).parameters.values()
+    positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
     items = list(args.items())
     return [x for _, x in items[:positional]], dict(items[positional:])
 

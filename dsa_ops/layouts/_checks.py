@@ -60,8 +60,14 @@ def row_count(op: str, name: str, value: int) -> None:
 
 def readable(x: Tensor, validate: bool) -> bool:
     """Whether values may be read here: always on CPU, on another device only when asked to, never while tracing."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _recording():
         return False
     if type(x) is not Tensor or x.device.type == "meta":
         return False
     return validate or x.device.type == "cpu"
+
+
+def _recording() -> bool:
+    """Whether operations on plain tensors are written into a graph, as `make_fx` does, or are only simulated."""
+    keys, active = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
+    return active(keys.PROXY) is not None or active(keys.FAKE) is not None

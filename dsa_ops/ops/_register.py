@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
 
-from dsa_ops import dispatch
+from dsa_ops import checks, dispatch
+from dsa_ops.ops._flops import register_flops
 
 CAST_FROM = (torch.bfloat16, torch.float16, torch.float32)  # float64 stays, the op refuses what is no float
 LIBRARY = torch.library.Library("dsa", "FRAGMENT")  # registrations die with this object
+AUTOCAST: dict[str, tuple[int, ...]] = {}  # of every op, the positions of the arguments that autocast casts
 
 
 def register_op(
@@ -42,25 +43,31 @@ def register_op(
         autocast: positions of the arguments that autocast casts to its dtype.
     """
     dispatch.KERNELS.setdefault(name, ())
+    AUTOCAST[name] = tuple(autocast)
 
     def body(*args):
         args += defaults[len(args) :]  # the dispatcher drops trailing arguments equal to their default
-        check(*args)
-        if forward_ad._current_level >= 0:  # tangents are out of sight here and would be dropped without a word
-            raise RuntimeError(
-                f"dsa::{name} has no forward-mode derivative: it cannot run inside torch.func.jvp or a dual level"
-            )
-        if validate is not None:
-            validate(*args)
-        on_cuda = args[always_given].is_cuda
-        device = "cuda" if on_cuda else "cpu" if args[always_given].is_cpu else args[always_given].device.type
-        if not torch.is_autocast_enabled(device):
-            return dispatch.run(name, unfused, args, on_cuda)
-        with torch.autocast(device, enabled=False):  # on in an eager body, off when a compiled graph runs it
-            return dispatch.run(name, unfused, args, on_cuda)
+        try:
+            check(*args)
+            if forward_ad._current_level >= 0:  # tangents are out of sight here and would be dropped without a word
+                raise RuntimeError(
+                    f"dsa::{name} has no forward-mode derivative: it cannot run inside torch.func.jvp or a dual level"
+                )
+            if validate is not None:
+                validate(*args)
+            on_cuda = args[always_given].is_cuda
+            device = "cuda" if on_cuda else "cpu" if args[always_given].is_cpu else args[always_given].device.type
+            if not torch.is_autocast_enabled(device):
+                return dispatch.run(name, unfused, args, on_cuda)
+            with torch.autocast(device, enabled=False):  # on in an eager body, off when a compiled graph runs it
+                return dispatch.run(name, unfused, args, on_cuda)
+        except (AttributeError, RuntimeError, TypeError) as error:  # of what is no strided tensor, somewhere below
+            checks.refuse_kinds(name, arguments, args, error)
+            raise
 
     def fake(*args):
         args += defaults[len(args) :]
+        checks.refuse_kinds(name, arguments, args)
         check(*args)
         return outputs(*args)
 
@@ -72,14 +79,13 @@ def register_op(
 
     op.register_fake(fake)
     op.register_vmap(functools.partial(_vmap, overload))
-    register_flop_formula(getattr(torch.ops.dsa, name))(
-        lambda *args, out_shape=None, **kwargs: flops(*args, *defaults[len(args) :])
+    register_flops(
+        getattr(torch.ops.dsa, name),
+        lambda *args, out_shape=None, **kwargs: flops(*args, *defaults[len(args) :]),
     )
     if autocast:
         for device in ("cpu", "cuda"):
-            LIBRARY.impl(
-                name, functools.partial(_autocast, overload, device, tuple(autocast)), "Autocast" + device.upper()
-            )
+            LIBRARY.impl(name, functools.partial(_autocast, overload, device), "Autocast" + device.upper())
     return op
 
 
@@ -92,11 +98,16 @@ def no_second_derivative(op: torch.library.CustomOpDef, *names: str) -> None:
     op.register_autograd(refuse)
 
 
-def _autocast(overload, device: str, cast: tuple[int, ...], *args):
-    dtype = torch.get_autocast_dtype(device)
-    args = tuple(a.to(dtype) if i in cast and a.dtype in CAST_FROM else a for i, a in enumerate(args))
+def _autocast(overload, device: str, *args):
+    args = autocast_arguments(overload._opname, device, args)
     with torch.autocast(device, enabled=False):
         return overload(*args)
+
+
+def autocast_arguments(name: str, device: str, args: tuple) -> tuple:
+    """The arguments of dsa::<name> as autocast on this device hands them on."""
+    dtype, cast = torch.get_autocast_dtype(device), AUTOCAST[name]
+    return tuple(a.to(dtype) if i in cast and getattr(a, "dtype", None) in CAST_FROM else a for i, a in enumerate(args))
 
 
 def _vmap(overload, info, in_dims, *args):
