@@ -13,6 +13,7 @@ import calls
 import dsa_ops
 import inputs
 from calls import few
+from calls import public as call
 from inputs import OPS, Case
 
 T, S, B = 6, 6, 3
@@ -63,20 +64,6 @@ def test_results_have_the_names_of_the_schema():
 
 
 # ---- packed: what the public functions add to the op -----------------------------------------------------------------
-
-POSITIONAL = {
-    "indexer_topk": ("q", "k", "weights"),
-    "indexer_scores": ("q", "k", "weights", "indices"),
-    "sparse_mla": ("q", "kv", "indices", "softmax_scale", "d_v"),
-    "attention_target": ("q", "kv", "lse", "indices", "softmax_scale"),
-    "indexer_kl": ("target", "scores", "indices"),
-    "dense_indexer_kl": ("index_q", "index_k", "index_weights", "q", "k", "lse"),
-}
-
-
-def call(name, args):
-    positional = [args[n] for n in POSITIONAL[name]]
-    return getattr(dsa_ops, name)(*positional, **{n: x for n, x in args.items() if n not in POSITIONAL[name]})
 
 
 def arguments(name, **changes):

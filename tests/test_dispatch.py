@@ -10,7 +10,6 @@ import dsa_ops
 import inputs
 from dsa_ops import dispatch
 from inputs import ALL, OPS
-from test_api import call
 
 SPARSE = ("q", "kv", "indices", "softmax_scale", "d_v")
 
@@ -24,8 +23,8 @@ def explain(name, device="cpu", **changes):
     args = inputs.arguments(name, device=device, **changes)
     if name not in OPS:
         return dsa_ops.explain(name, *args.values())
-    positional = [args.pop(n) for n in list(args)[: {"sparse_mla": 5, "indexer_kl": 3}.get(name, 3)]]
-    return dsa_ops.explain(name, *positional, **args)
+    positional, keywords = calls.public_arguments(name, args)
+    return dsa_ops.explain(name, *positional, **keywords)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -58,7 +57,7 @@ def test_a_forced_backend_that_cannot_serve_raises_with_the_reason(how, monkeypa
     if how == "environment":
         monkeypatch.setenv("DSA_OPS_BACKEND", "tilelang")
         with pytest.raises(RuntimeError, match=r"dsa::sparse_mla: backend 'tilelang' .*on cpu"):
-            call("sparse_mla", args)
+            calls.public("sparse_mla", args)
     else:
         with dsa_ops.backend("tilelang"), pytest.raises(RuntimeError, match=r"dsa::sparse_mla: backend 'tilelang'"):
             calls.run("sparse_mla", args)

@@ -101,7 +101,7 @@ def test_two_outstanding_forwards(reentrant, order):
         torch.testing.assert_close(found[name], grad, msg=name)  # the order of two backwards is that of a sum
 
 
-def test_a_checkpoint_inside_a_checkpoint(ran):
+def test_a_checkpoint_inside_a_checkpoint():
     block, (x,) = Block(), inputs_of(3)
     block(block(x)).square().sum().backward()
     want = gradients(block, [x])
