@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from layers import hidden, layer
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import dsa_ops
@@ -15,6 +14,7 @@ import inputs
 from calls import as_tuple
 from dsa_ops.layouts import packed_bounds
 from inputs import OPS
+from layers import hidden, layer
 
 PAGE = Path(__file__).parents[2] / "docs/compile.md"
 
@@ -304,9 +304,9 @@ def test_recompilations_of_the_layer(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("marked", [False, True], ids=["unmarked", "marked"])
-def test_new_lengths_of_the_warm_up(marked):
+@pytest.mark.parametrize(("backend", "marked"), [("eager", False), ("aot_eager", True)])
+def test_new_lengths_of_the_warm_up(backend, marked):
     packed = Packed("warmup")
-    call = Compiled(packed)
+    call = Compiled(packed, backend)
     lengths(call, packed, marked)
     assert call.recompilations == (0 if marked else 1)
