@@ -81,6 +81,7 @@ def indexer_norm(grads):
 
 
 def sharded(model, wrap=lambda module: module, **options):
+    options["mesh"] = dist.init_device_mesh("cpu", (WORLD,))  # by default one of CUDA devices, where there are any
     model.first, model.second = wrap(model.first), wrap(model.second)
     for module in (model.first, model.second, model):
         fully_shard(module, **options)
