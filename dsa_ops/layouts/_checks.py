@@ -9,11 +9,13 @@ MAX_ROWS = 2**31  # bounds and ids are int32
 
 def describe(x: object) -> str:
     """`torch.int32 [5]` for a tensor, the type's name otherwise."""
+    if isinstance(x, Tensor) and (x.layout != torch.strided or x.is_nested):
+        return f"{x.dtype} that is {'nested' if x.is_nested else x.layout}"
     return f"{x.dtype} {[*x.shape]}" if isinstance(x, Tensor) else type(x).__name__
 
 
 def tensor(op: str, name: str, x: object, what: str = "a tensor") -> None:
-    if not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested:
         raise TypeError(f"{op}: {name} must be {what}, got {describe(x)}")
 
 
@@ -56,6 +58,13 @@ def row_count(op: str, name: str, value: int) -> None:
     """Bounds are int32, so no row number may reach 2**31. Not while tracing: it would limit the graph's sizes."""
     if not torch.compiler.is_compiling() and value >= MAX_ROWS:
         raise ValueError(f"{op}: {name} must be below 2**31 (bounds are int32), got {value}")
+
+
+def last_entry(op: str, name: str, places: Tensor) -> int:
+    """Size `name`, which the caller left out, read from the end of the places."""
+    if places.is_meta:
+        raise ValueError(f"{op}: {name} must be given where cu_seqlens is on meta, got None")
+    return int(places[-1])
 
 
 def readable(x: Tensor, validate: bool) -> bool:

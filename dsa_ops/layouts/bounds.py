@@ -90,7 +90,7 @@ def packed_bounds(
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     if num_rows is None:
-        num_rows = int(q_places[-1])
+        num_rows = check.last_entry(op, "num_rows", q_places)
 
     rows = torch.arange(num_rows, device=device, dtype=q_places.dtype)
     return bounds_of_rows(rows, cu_seqlens_q, cu_seqlens_k, q_places, k_places, causal)
@@ -146,6 +146,7 @@ def batched_bounds(
     op = "batched_bounds"
     for name, size in (("batch", batch), ("q_len", q_len), ("k_len", k_len)):
         check.host_size(op, name, size)
+        check.row_count(op, name, size)
     check.row_count(op, "batch * q_len", batch * q_len)
     check.row_count(op, "batch * k_len", batch * k_len)
     if lengths is not None:

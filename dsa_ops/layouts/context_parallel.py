@@ -78,7 +78,7 @@ def zigzag_cp(
             cu_seqlens that do not start at 0, decrease or reach 2**31; padded lengths below the real ones.
     """
     op = "zigzag_cp"
-    places, total = _places(op, cu_seqlens, cp_size, cp_rank, total, cu_seqlens_padded, 2 * cp_size, validate)
+    places, total = _places(op, cu_seqlens, cp_size, cp_rank, total, cu_seqlens_padded, True, validate)
     share = total // cp_size
     device = places.device
     local = torch.arange(share, device=device)
@@ -116,7 +116,7 @@ def contiguous_cp(
         rows do not, give the next larger total and as many padding rows.
     """
     op = "contiguous_cp"
-    places, total = _places(op, cu_seqlens, cp_size, cp_rank, total, cu_seqlens_padded, 1, validate)
+    places, total = _places(op, cu_seqlens, cp_size, cp_rank, total, cu_seqlens_padded, False, validate)
     share = total // cp_size
     rows = torch.arange(share, device=places.device) + cp_rank * share
     order = torch.arange(cp_size * share, device=places.device)
@@ -165,7 +165,7 @@ class PackedCPLayout(NamedTuple):
     ) -> "PackedCPLayout":
         """The segments of one rank; arguments and errors as `zigzag_cp`. Causal only."""
         op = "PackedCPLayout.build"
-        places, total = _places(op, cu_seqlens, cp_size, cp_rank, total, cu_seqlens_padded, 2 * cp_size, validate)
+        places, total = _places(op, cu_seqlens, cp_size, cp_rank, total, cu_seqlens_padded, True, validate)
         positions = total + total // (2 * cp_size)
         check.row_count(op, "total + total // (2 * cp_size)", positions)
         lengths = places.diff()
@@ -234,6 +234,8 @@ class PackedCPLayout(NamedTuple):
         shift = F.pad(self.segment_cu_k[:-1] - self.segment_key_starts, (0, 1))[segment]
         low, high = self.segment_cu_k[segment], F.pad(self.segment_cu_k, (0, 1))[segment + 1]
         high = torch.maximum(low, high)  # a row in no segment stands behind the last one, empty
+        # bounds may be anything: in int64 a shifted one cannot overflow
+        starts, ends = (x.to(torch.int64).clamp(0, check.MAX_ROWS) for x in (starts, ends))
         first = torch.minimum(torch.maximum(starts + shift, low), high)
         last = torch.minimum(torch.maximum(ends + shift, first), high)
         return first.to(torch.int32), last.to(torch.int32)
@@ -246,7 +248,7 @@ def _places(
     cp_rank: int,
     total: int | None,
     cu_seqlens_padded: Tensor | None,
-    divisor: int,
+    zigzag: bool,
     validate: bool,
 ) -> tuple[Tensor, int]:
     """Checks what all functions take; returns where in memory the sequences begin (int64 [N+1]) and `total`."""
@@ -267,16 +269,16 @@ def _places(
         check.row_count(op, "total", total)
     if check.readable(places, validate):
         named = check_cu_seqlens(op, "cu_seqlens", cu_seqlens, "cu_seqlens_padded", cu_seqlens_padded)
-        for number, length in enumerate(places.diff().tolist()):
-            if length % divisor:
+        for number, length in enumerate(places.diff().tolist() if zigzag else ()):
+            if length % (2 * cp_size):
                 raise ValueError(
-                    f"{op}: the lengths in {name} must divide by 2 * cp_size = {divisor}, "
+                    f"{op}: the lengths in {name} must divide by 2 * cp_size = {2 * cp_size}, "
                     f"got {length} for sequence {number}"
                 )
         if total is not None and total < named:
             raise ValueError(f"{op}: total must be at least the {named} rows that {name} names, got {total}")
     if total is None:
-        total = int(places[-1])
+        total = check.last_entry(op, "total", places)
         if total % cp_size:
             raise ValueError(
                 f"{op}: the rows that {name} names must divide by cp_size = {cp_size} where total is not given, "

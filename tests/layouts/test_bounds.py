@@ -387,3 +387,32 @@ def test_shapes_are_refused_under_compile_too():
     compiled = torch.compile(lambda x: packed_bounds(x, num_rows=8), backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match=r"cu_seqlens_q must be an int32 or int64 tensor"):
         compiled(torch.zeros(3))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "odd",
+    [lambda x: x.to_sparse(), lambda x: torch.nested.nested_tensor([x])],
+    ids=["torch.sparse_coo", "nested"],
+)
+def test_vectors_that_are_not_strided_are_named(odd, request):
+    got = f"got torch.int64 that is {request.node.callspec.id}"
+    vector = torch.tensor([0, 4])
+    with pytest.raises(TypeError, match=rf"^packed_bounds: cu_seqlens_k must be .*, {got}"):
+        packed_bounds(vector, odd(vector))
+    with pytest.raises(TypeError, match=rf"^batched_bounds: lengths must be .*, {got}"):
+        batched_bounds(2, 4, 4, lengths=odd(vector))
+    with pytest.raises(TypeError, match=rf"^position_bounds: segment_ends must be .*, {got}"):
+        position_bounds(vector, vector, odd(vector))
+
+
+def test_a_length_that_has_to_be_read_from_meta_is_named():
+    with pytest.raises(
+        ValueError, match=r"^packed_bounds: num_rows must be given where cu_seqlens is on meta, got None"
+    ):
+        packed_bounds(torch.tensor([0, 4], device="meta"))
+
+
+def test_a_size_of_an_empty_batch_is_checked():
+    with pytest.raises(ValueError, match=r"^batched_bounds: k_len must be below 2\*\*31 .*, got 2147483648"):
+        batched_bounds(0, 1, 2**31)

@@ -604,3 +604,27 @@ def test_sizes_are_refused_under_compile_too():
     compiled = torch.compile(lambda x: zigzag_cp(x, 4, 1, total=18), backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match=r"total must divide by cp_size = 4, got 18"):
         compiled(cu(0, 16))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_segment_bounds_of_rows_that_see_everything(dtype):
+    """Bounds as far out as their dtype reaches mean the whole segment."""
+    layout = PackedCPLayout.build(torch.tensor([0, 8, 16]), 2, 1)
+    starts, ends = torch.full((8,), torch.iinfo(dtype).min, dtype=dtype), torch.full((8,), torch.iinfo(dtype).max)
+    starts, ends = layout.segment_bounds(starts, ends.to(dtype))
+    segment = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+    assert torch.equal(starts, layout.segment_cu_k[segment])
+    assert torch.equal(ends, layout.segment_cu_k[segment + 1])
+
+
+@pytest.mark.parametrize(
+    "build", [zigzag_cp, contiguous_cp, PackedCPLayout.build], ids=["zigzag", "contiguous", "build"]
+)
+def test_sizes_that_are_no_sizes_are_named(build):
+    for cp_size in (None, "2", 2.0):
+        with pytest.raises(TypeError, match="cp_size must be a host integer, got"):
+            build(torch.tensor([0, 8]), cp_size, 0)
+    with pytest.raises(ValueError, match="total must be given where cu_seqlens is on meta, got None"):
+        build(torch.tensor([0, 8], device="meta"), 2, 0)
+    with pytest.raises(TypeError, match=r"cu_seqlens must be .* got torch.int64 that is torch.sparse_coo"):
+        build(torch.tensor([0, 8]).to_sparse(), 2, 0)
