@@ -32,6 +32,25 @@ def test_import_works_where_optional_packages_are_missing():
     assert "sparse_mla" in in_fresh_process(code)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [("", ""), ("", "importlib.util.find_spec(name)"), ("importlib.import_module(name)", "")]
+)
+def test_flops_are_counted_whenever_the_counter_is_loaded(before, after):
+    """The counter is loaded by whoever counts, before or after us, and may be looked for without being loaded."""
+    code = f"""
+import importlib.util
+import torch
+name = "torch.utils.flop_counter"
+{before}
+import dsa_ops
+{after}
+with importlib.import_module(name).FlopCounterMode(display=False) as counter:
+    dsa_ops.indexer_kl(torch.rand(2, 3), torch.rand(2, 3), torch.zeros(2, 3, dtype=torch.int32))
+print(counter.get_total_flops())
+"""
+    assert in_fresh_process(code).split() == ["36"]
+
+
 def imports_of(path):
     """Modules of the package that the file imports, wherever in it."""
     for node in ast.walk(ast.parse(path.read_text())):

@@ -26,11 +26,17 @@ def _hand_over(counter: ModuleType, formulas: list[tuple[Any, Callable[..., int]
 class _WhenLoaded:
     """Finds the counter as others would, and adds one step to loading it."""
 
+    def __init__(self) -> None:
+        self.asking = False
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != COUNTER:
+        if name != COUNTER or self.asking:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
-        spec = importlib.util.find_spec(name)
+        self.asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.asking = False
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
@@ -38,6 +44,8 @@ class _WhenLoaded:
         def execute_and_hand_over(module: ModuleType) -> None:
             execute(module)
             _hand_over(module, _formulas)
+            if self in sys.meta_path:  # only now: whoever asks for the spec need not load it
+                sys.meta_path.remove(self)  # type: ignore[arg-type]
 
         spec.loader.exec_module = execute_and_hand_over  # type: ignore[method-assign]
         return spec
