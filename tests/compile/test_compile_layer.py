@@ -138,6 +138,35 @@ def test_context_parallel_rank(cut, mode, rank):
     assert results[0][1]["other0"].abs().sum() > 0
 
 
+def gathering_rank(rank, path):
+    from torch.distributed import _functional_collectives as collectives
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=RANKS)
+    name = "all_gather_single_autograd"  # before torch 2.13 under the other name
+    all_gather = getattr(collectives, name, None) or collectives.all_gather_tensor_autograd
+    module, whole = prepared("sparse", rope=False), hidden(TOTAL)
+
+    def call(x, cu_seqlens):
+        layout = zigzag_cp(cu_seqlens, RANKS, rank, total=RANKS * x.shape[0])
+
+        def gather(mine):
+            return all_gather(mine.contiguous(), 0, torch.distributed.group.WORLD)[layout.gather_order]
+
+        return with_loss(module)(x, starts=layout.starts, ends=layout.ends, gather=gather)
+
+    x = whole.detach()[zigzag_cp(PLACES, RANKS, rank, total=TOTAL).rows].requires_grad_()
+    check(call, module, x, PLACES)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_context_parallel_with_a_collective_inside(tmp_path):
+    torch.multiprocessing.spawn(gathering_rank, args=(tmp_path / "store",), nprocs=RANKS)
+
+
 # ---- everything else that the layer takes ----------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
@@ -145,22 +146,47 @@ def test_strides_chosen_by_inductor(rotation, device):
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-# ---- compiled autograd -----------------------------------------------------------------------------------------------
+# ---- the indexer's loss ----------------------------------------------------------------------------------------------
+
+
+def with_loss(q, kv, index_q, index_k, weights, starts, ends, scale):
+    picked = dsa_ops.indexer_topk(index_q, index_k, weights, starts=starts, ends=ends, topk=K)
+    out, lse = dsa_ops.sparse_mla(q, kv, picked.indices)
+    loss = dsa_ops.indexer_loss(q, kv, lse, *picked, None)
+    return dsa_ops.attach_loss(out, loss, scale).sum()
+
+
+def tensors_with_loss(scale):
+    inner = [torch.randn(S if n in ("kv", "index_k") else T, *shape) for n, shape in SHAPES.items()]
+    return inner, (*leaves("cpu")[1], torch.tensor(scale))
+
+
+# Earlier releases check the version of every tensor that a compiled region saves: there the change is an error.
+VERSIONS_ALWAYS_CHECKED = "num_tensors_saved_with_no_vc_check" not in ViewAndMutationMeta.__dataclass_fields__
+
+
+@pytest.mark.skipif(VERSIONS_ALWAYS_CHECKED, reason="needs a torch that lets a compiled region save without versions")
+def test_the_scale_of_the_loss_counts_at_backward():
+    inner, (*bounds, scale) = tensors_with_loss(0.5)
+    compiled = torch.compile(with_loss, fullgraph=True, backend="aot_eager")
+    results = []
+    for function, first in ((with_loss, 3.0), (compiled, 0.5), (compiled, 7.0)):
+        mine = [x.clone().requires_grad_() for x in inner]
+        scale.fill_(first)
+        loss = function(*mine, *bounds, scale)
+        scale.fill_(3.0)
+        loss.backward()
+        results.append([x.grad for x in mine])
+    assert results[0][3].abs().sum() > 0
+    for got in results[1:]:
+        torch.testing.assert_close(got, results[0])
 
 
 def test_compiled_autograd():
     """The backward of an eager forward as one graph, that of the attached loss in it."""
     compiled_autograd = pytest.importorskip("torch._dynamo.compiled_autograd")
-
-    def call(q, kv, index_q, index_k, weights, starts, ends):
-        picked = dsa_ops.indexer_topk(index_q, index_k, weights, starts=starts, ends=ends, topk=K)
-        out, lse = dsa_ops.sparse_mla(q, kv, picked.indices)
-        loss = dsa_ops.indexer_loss(q, kv, lse, *picked, None)
-        return dsa_ops.attach_loss(out, loss, torch.tensor(0.5)).sum()
-
-    inner = [torch.randn(S if n in ("kv", "index_k") else T, *shape) for n, shape in SHAPES.items()]
-    bounds = leaves("cpu")[1]
-    want = losses_and_gradients(call, inner, bounds)
+    inner, rest = tensors_with_loss(0.5)
+    want = losses_and_gradients(with_loss, inner, rest)
     graphs = []
 
     def keep(graph, example_inputs):
@@ -168,6 +194,6 @@ def test_compiled_autograd():
         return graph.forward
 
     with compiled_autograd._enable(lambda module: torch.compile(module, fullgraph=True, backend=keep)):
-        got = losses_and_gradients(call, inner, bounds)
+        got = losses_and_gradients(with_loss, inner, rest)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     assert len(graphs) == 1

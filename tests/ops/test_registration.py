@@ -92,26 +92,6 @@ def test_compiled_equals_eager(name, device):
             )
 
 
-@pytest.mark.slow
-def test_compiled_by_inductor(device):
-    """Selection, attention, target and KL in one region, as a layer has them."""
-
-    def layer(q, kv, index_q, index_k, weights, starts, ends):
-        indices, scores = torch.ops.dsa.indexer_topk(index_q, index_k, weights, starts, ends, 4)
-        out, lse = torch.ops.dsa.sparse_mla(q, kv, indices, 0.3, 5)
-        target = torch.ops.dsa.attention_target(q, kv, lse.detach(), indices, 0.3)
-        return out.square().sum() + torch.ops.dsa.indexer_kl(target, scores, indices).sum()
-
-    topk, mla = inputs.arguments("indexer_topk", device=device), inputs.arguments("sparse_mla", device=device)
-    leaves = [mla["q"], mla["kv"], topk["q"], topk["k"], topk["weights"]]
-    results = []
-    for f in (layer, torch.compile(layer, fullgraph=True)):
-        inner = [x.clone().requires_grad_() for x in leaves]
-        f(*inner, topk["starts"], topk["ends"]).backward()
-        results.append([x.grad for x in inner])
-    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
 def test_profile_names_forward_and_backward(name):
     args = inputs.arguments(name, grad=True)
