@@ -259,6 +259,12 @@ def check_dense_indexer_kl_backward(
     _expect(op, "grad_loss", grad_loss, FLOATS, ("index_q", index_q.device), "")
 
 
+def check_strided(op: str, name: str, x: Tensor, cause: Exception | None = None) -> None:
+    if x.layout != torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout)
+        raise TypeError(f"{op}: {name} must be a strided tensor, got a {kind} one") from cause
+
+
 def refuse_kinds(op: str, arguments: Sequence[Any], args: tuple, cause: Exception | None = None) -> None:
     """Raises where an argument is not the kind of thing its schema says: no tensor, not strided, beyond 64 bits.
 
@@ -266,9 +272,7 @@ def refuse_kinds(op: str, arguments: Sequence[Any], args: tuple, cause: Exceptio
     """
     for argument, x in zip(arguments, args, strict=False):
         if isinstance(x, Tensor):
-            if x.layout != torch.strided or x.is_nested:
-                kind = "nested" if x.is_nested else str(x.layout)
-                raise TypeError(f"{op}: {argument.name} must be a strided tensor, got a {kind} one") from cause
+            check_strided(op, argument.name, x, cause)
         elif str(argument.type) == "Tensor":
             raise TypeError(f"{op}: {argument.name} must be a torch.Tensor, got {type(x).__name__}") from cause
         elif isinstance(x, int) and not -(2**63) <= x < 2**63:

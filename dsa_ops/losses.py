@@ -65,6 +65,7 @@ def indexer_loss(
         raise ValueError(f'{op}: reduction must be "mean" or "sum", got {reduction!r}')
     for name, x in (("q", q), ("kv", kv), ("lse", lse), ("indices", indices), ("scores", scores)):
         api._tensor(op, name, x)
+        checks.check_strided(op, name, x)
     _check_coeff(op, coeff, scores)
     _check_per_row(op, "row_mask", row_mask, indices, (torch.bool,))
     _check_per_row(op, "topk_length", topk_length, indices, (torch.int32, torch.int64))
@@ -250,6 +251,7 @@ def _has_tangent(x: Tensor) -> bool:
 
 def _check_coeff(op: str, coeff: object, scores: Tensor) -> None:
     if isinstance(coeff, Tensor):
+        checks.check_strided(op, "coeff", coeff)
         got = f"{coeff.dtype} {[*coeff.shape]} on {coeff.device}"
         if coeff.dtype == torch.bool or coeff.is_complex():
             raise TypeError(f"{op}: coeff must be a real number, got {got}")
@@ -271,6 +273,7 @@ def _check_per_row(op: str, name: str, x: object, indices: Tensor, dtypes: tuple
     want = f"{' or '.join(map(str, dtypes))} of shape {[*indices.shape[:-1]]} on {indices.device}"
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name} must be {want}, got {type(x).__name__}")
+    checks.check_strided(op, name, x)
     got = f"{x.dtype} {[*x.shape]} on {x.device}"
     if x.dtype not in dtypes:
         raise TypeError(f"{op}: {name} must be {want}, got {got}")

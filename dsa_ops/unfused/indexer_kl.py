@@ -19,6 +19,7 @@ def _tiles(target: Tensor, scores: Tensor, indices: Tensor):
         empty_CK = pad_width(tile.rows_of(indices, -1), -1) < 0
         target_CK = pad_width(tile.rows_of(target)).to(acc).masked_fill(empty_CK, 0)
         total_C1 = target_CK.sum(-1, keepdim=True)
+        total_C1.masked_fill_(total_C1 == torch.inf, torch.nan)  # or every share would be 0 of a sum that overflowed
         empty_C1 = (total_C1 < EMPTY_TARGET) | empty_CK.all(-1, keepdim=True)
         logits_CK = pad_width(tile.rows_of(scores)).to(acc).masked_fill(empty_CK, -torch.inf).masked_fill_(empty_C1, 0)
         yield tile, target_CK.div_(total_C1), torch.log_softmax(logits_CK, -1), empty_CK, empty_C1

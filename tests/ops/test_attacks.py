@@ -87,6 +87,89 @@ def test_ids_without_a_dimension_are_named(name):
             public(name, {**args, "indices": ids, **length})
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [*KINDS, *NESTED])
+def test_the_loss_names_what_is_not_strided(kind):
+    q, kv, indices, scores = torch.randn(6, 2, 4), torch.randn(6, 4), torch.zeros(6, 3).int(), torch.randn(6, 3)
+    args = {"q": q, "kv": kv, "lse": torch.randn(6, 2), "indices": indices, "scores": scores, "softmax_scale": None}
+    args |= {"row_mask": torch.ones(6, dtype=torch.bool), "topk_length": torch.full((6,), 2), "coeff": torch.ones(1)}
+    for n, x in tensors(args).items():
+        odd = {**KINDS, **NESTED}[kind](x)
+        if odd is not None:
+            with pytest.raises(TypeError, match=rf"^indexer_loss: {n} must be a strided tensor, got a .* one"):
+                dsa_ops.indexer_loss(**{**args, n: odd})
+
+
+def test_the_loss_names_ids_as_they_came_where_a_length_is_given():
+    args = [torch.randn(6, 2, 4), torch.randn(6, 4), torch.randn(6, 2)]
+    length = torch.full((6,), 2)
+    with pytest.raises(IndexError, match=f"^indexer_loss: indices must be below .* got {2**40}"):
+        dsa_ops.indexer_loss(*args, torch.full((6, 3), 2**40), torch.randn(6, 3), None, topk_length=length)
+    with pytest.raises(ValueError, match=r"^indexer_loss: indices must have shape \[T, K\]"):
+        dsa_ops.indexer_loss(*args, torch.tensor(1), torch.randn(6, 3), None, topk_length=torch.tensor(1))
+
+
+# ---- settings and sizes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("setting", "checked"), [("", False), ("0", False), ("1", True), ("yes", None), ("2", None)])
+def test_validate_is_0_or_1(setting, checked, monkeypatch):
+    monkeypatch.setenv("DSA_OPS_VALIDATE", setting)
+    assert dsa_ops.checks.validates(torch.device("cpu"))
+    if checked is None:
+        with pytest.raises(ValueError, match=f"DSA_OPS_VALIDATE must be 0 or 1, got '{setting}'"):
+            dsa_ops.checks.validates(torch.device("cuda"))
+    else:
+        assert dsa_ops.checks.validates(torch.device("cuda")) is checked
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (TypeError, "dtype must be a floating-point torch.dtype, got 'bf16'", {"dtype": "bf16"}),
+        (TypeError, "dtype must be a floating-point torch.dtype, got torch.int32", {"dtype": torch.int32}),
+        (ValueError, "device must be a torch.device or the name of one, got 'gpu'", {"device": "gpu"}),
+        (ValueError, "device must be a torch.device or the name of one, got 0.5", {"device": 0.5}),
+    ],
+)
+def test_warmup_names_what_it_cannot_compile_for(error, message, changes):
+    with pytest.raises(error, match=f"^warmup: {message}"):
+        dsa_ops.warmup(heads=1, index_heads=1, **changes)
+
+
+@pytest.mark.parametrize("batch", [0, 1, 2])
+def test_batches_of_every_small_size(batch):
+    """Shapes and a backward pass where there are no sequences, no rows or no keys."""
+    for rows, keys in ((0, 0), (0, 3), (2, 0), (2, 3)):
+        q, k = torch.randn(batch, rows, 2, 4, requires_grad=True), torch.randn(batch, keys, 4, requires_grad=True)
+        weights = torch.randn(batch, rows, 2, requires_grad=True)
+        starts = torch.zeros(batch, rows, dtype=torch.int64)
+        bounds = {"starts": starts, "ends": starts + 2}
+        indices, scores = dsa_ops.indexer_topk(q, k, weights, **bounds, topk=4)
+        out, lse = dsa_ops.sparse_mla(q, k, indices.long(), d_v=3, topk_length=starts + 3)
+        loss = dsa_ops.indexer_loss(q, k, lse, indices, scores, None, row_mask=starts == 0)
+        dense, kl = dsa_ops.dense_indexer_kl(q, k, weights, q, k, lse, **bounds)
+        assert indices.shape == scores.shape == (batch, rows, 4) and kl.shape == (batch, rows)
+        assert out.shape == (batch, rows, 2, 3) and lse.shape == (batch, rows, 2)
+        assert loss.isfinite() and dense.isfinite()
+        (out.sum() + loss + dense).backward()
+        assert all(x.grad.shape == x.shape for x in (q, k, weights))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_target_whose_sum_overflows_shows(backward, device):
+    """Not a KL of 0, nor a gradient that takes every share for 0."""
+    target = torch.full((2, 3), 1.5e38, device=device)
+    target[1] = 1.0
+    scores = torch.randn(2, 3, device=device)
+    indices = torch.zeros(2, 3, dtype=torch.int32, device=device)
+    if backward:
+        found = calls.op("indexer_kl_backward")(torch.ones(2, device=device), target, scores, indices).sum(-1)
+    else:
+        found = calls.op("indexer_kl")(target, scores, indices)
+    assert found.isnan().tolist() == [True, False]
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
