@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.nn.utils import parametrize
 
 import calls
@@ -279,6 +280,7 @@ def test_inductor_with_cuda_graphs(mode, device):
     """Several steps with new values in the same graph, forward and backward; on a CPU without a CUDA graph."""
     module = prepared(mode, dtype=torch.float32).to(device)
     compiled = torch.compile(packed(module), fullgraph=True, mode="reduce-overhead")
+    counters.clear()
     for number in range(4):
         x = torch.randn(24, 32, device=device, requires_grad=True)
         cu_seqlens = torch.tensor([0, 5 + number, 20], device=device)
@@ -290,6 +292,7 @@ def test_inductor_with_cuda_graphs(mode, device):
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.mul_(0.9)
+    assert device == "cpu" or counters["inductor"]["cudagraph_skips"] == 0
 
 
 def copies(tensors):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -138,12 +139,14 @@ def losses_and_gradients(function, inner, bounds):
 def test_strides_chosen_by_inductor(rotation, device):
     """With CUDA graphs too, where there is CUDA: new values in each step, forward and backward."""
     compiled = torch.compile(model(rotation), fullgraph=True, mode="reduce-overhead")
+    counters.clear()
     for _ in range(4):
         inner, bounds = leaves(device)
         torch.compiler.cudagraph_mark_step_begin()
         got = losses_and_gradients(compiled, inner, bounds)
         want = losses_and_gradients(model(rotation), inner, bounds)
         torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    assert device == "cpu" or counters["inductor"]["cudagraph_skips"] == 0
 
 
 # ---- the indexer's loss ----------------------------------------------------------------------------------------------
