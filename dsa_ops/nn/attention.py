@@ -57,8 +57,8 @@ class DSAttention(nn.Module):
 
     The indexer sees hidden states and low-rank queries detached: it learns from its loss alone, and nothing else learns
     from that loss. The loss rides on `out` (`dsa_ops.attach_loss`), so `backward` of any loss of the model includes it,
-    with gradient 1. It is computed in training mode and wherever gradients are enabled; `eval()` under `no_grad`
-    leaves it out. A layer with `has_indexer=False` has none and reads the `indices` it is given.
+    with gradient 1 or `loss_scale`. It is computed in training mode and wherever gradients are enabled; `eval()` under
+    `no_grad` leaves it out. A layer with `has_indexer=False` has none and reads the `indices` it is given.
     """
 
     def __init__(
@@ -116,6 +116,7 @@ class DSAttention(nn.Module):
         indices: Tensor | None = None,
         row_mask: Tensor | None = None,
         gather: Callable[[Tensor], Tensor] | None = None,
+        loss_scale: Tensor | None = None,
     ) -> DSAttentionOutput:
         """Attention of every token over keys of its own sequence.
 
@@ -136,6 +137,9 @@ class DSAttention(nn.Module):
                 the index keys, W = index_head_dim. Every rank calls in the same order. x must be packed, starts, ends
                 and indices speak of global key rows, and position_embeddings are those of this rank's rows, must be
                 given if the layer rotates. The loss is the mean over this rank's rows. See docs/layouts.md.
+            loss_scale: floating-point tensor of one element, the gradient that the attached loss gets: what the main
+                loss is multiplied with before `backward`, such as a gradient scaler's scale over the number of
+                micro-batches. Its value at backward time counts. Default 1.
 
         A row without a key gives 0 before the output projection.
 
@@ -145,6 +149,8 @@ class DSAttention(nn.Module):
         self._check(x, starts, ends, indices, row_mask)
         if gather is not None:
             self._check_gather(gather, x, starts, position_embeddings)
+        if loss_scale is not None:
+            _check_loss_scale(loss_scale, x)
         config = self.config
         table = self._table(x, position_embeddings, starts)
         q_resid = _normed(self.q_a_layernorm, self.q_a_proj(x))
@@ -165,7 +171,7 @@ class DSAttention(nn.Module):
             )
         out = self.o_proj(heads.flatten(-2))
         if loss is not None and loss.requires_grad:
-            out = attach_loss(out, loss)
+            out = attach_loss(out, loss, loss_scale)
         return DSAttentionOutput(out, indices, loss, kl)
 
     def _dense(
@@ -378,6 +384,18 @@ def _check_fits(name: str, x: Tensor, linear: nn.Module) -> None:
     # autocast makes one dtype of them, but leaves float64 alone
     if torch.float64 in (x.dtype, weight.dtype) or not torch.is_autocast_enabled(x.device.type):
         raise TypeError(f"DSAttention: {name} must be {weight.dtype} like the parameters, got {x.dtype}")
+
+
+def _check_loss_scale(value: object, x: Tensor) -> None:
+    want = "a floating-point tensor of one element"
+    if not isinstance(value, Tensor):
+        raise TypeError(f"DSAttention: loss_scale must be {want}, got {type(value).__name__}")
+    if not value.is_floating_point():
+        raise TypeError(f"DSAttention: loss_scale must be {want}, got {value.dtype}")
+    if value.numel() != 1:
+        raise ValueError(f"DSAttention: loss_scale must be {want}, got {list(value.shape)}")
+    if value.dim() or value.device.type != "cpu":  # a CPU scalar goes everywhere
+        _check_device("loss_scale", value, x)
 
 
 def _check_device(name: str, value: Tensor, x: Tensor) -> None:

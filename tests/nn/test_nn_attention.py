@@ -277,6 +277,23 @@ def test_row_mask_limits_the_loss():
         assert (kl[mask].mean() - kl.mean()).abs() > 1e-3
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mode", ["warmup", "sparse"])
+def test_loss_scale_is_the_gradient_of_the_loss(mode, compiled):
+    """Two micro-batches of a scaled main loss give the scaled gradients of the whole batch, the indexer's too."""
+    module, x = layer(mode), hidden(B, L)
+    call = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+    module(x).out.square().mean().backward()
+    want = gradients(module)
+    module.zero_grad()
+    scale = torch.tensor(8.0 / B)
+    for part in x.split(1):
+        (call(part, loss_scale=scale).out.square().mean() * scale).backward()
+    for name, grad in gradients(module).items():
+        if want[name] is not None:
+            close(grad, 8 * want[name])
+
+
 @pytest.mark.parametrize("form", ["[L, R/2]", "[1, L, R/2]", "[B, L, R/2]", "[B, L, R]"])
 def test_position_embeddings(form):
     for mode in ("dense", "sparse"):
@@ -479,6 +496,22 @@ ERRORS = [
     ),
     (ValueError, r"row_mask must be of shape \[2, 19\]", "sparse", good, {"row_mask": torch.ones(L) > 0}),
     (TypeError, "row_mask must be torch.bool, got torch.int32", "warmup", good, {"row_mask": bounds}),
+    (
+        TypeError,
+        "loss_scale must be a floating-point tensor of one element, got float",
+        "dense",
+        good,
+        {"loss_scale": 1.0},
+    ),
+    (TypeError, "loss_scale must be .* got torch.int32", "sparse", good, {"loss_scale": bounds[0, 0]}),
+    (ValueError, r"loss_scale must be .* got \[2\]", "sparse", good, {"loss_scale": torch.ones(2)}),
+    (
+        ValueError,
+        "loss_scale must be on cpu like x, got meta",
+        "frozen",
+        good,
+        {"loss_scale": torch.ones(1, device="meta")},
+    ),
     (ValueError, "indices must be None in mode 'dense'", "dense", good, {"indices": ids}),
     (ValueError, "indices must be None in mode 'warmup'", "warmup", good, {"indices": ids}),
     (
