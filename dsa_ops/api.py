@@ -606,7 +606,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> dispatch.Explanation:
 
 
 def _explain(op: str, op_args: tuple) -> dispatch.Explanation:
-    checks.refuse_kinds(op, getattr(torch.ops.dsa, op).default._schema.arguments, op_args)
+    if not torch.compiler.is_compiling():
+        checks.refuse_kinds(op, getattr(torch.ops.dsa, op).default._schema.arguments, op_args)
     device = next(x.device.type for x in op_args if isinstance(x, Tensor))
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         op_args = autocast_arguments(op, device, op_args)

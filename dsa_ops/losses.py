@@ -80,7 +80,8 @@ def indexer_loss(
 
     args, batch = api._target_args(op, q.detach(), kv.detach(), lse.detach(), indices, softmax_scale)
     packed_q, packed_kv, packed_lse, indices, scale, _ = args
-    if packed_q.dtype == packed_kv.dtype or not torch.is_autocast_enabled(packed_q.device.type):  # which casts both
+    autocast = not packed_q.is_meta and torch.is_autocast_enabled(packed_q.device.type)  # which casts both
+    if packed_q.dtype == packed_kv.dtype or not autocast:
         checks.check_attention_target(packed_q, packed_kv, packed_lse, indices, scale, op=op)
     if api._readable(indices):
         checks.check_ids(op, indices, packed_kv.shape[0])

@@ -429,3 +429,22 @@ def test_explain_under_autocast_takes_what_the_op_takes(name):
 def test_explain_of_what_is_no_call(args, message):
     with pytest.raises(TypeError, match=f"^{message}"):
         dsa_ops.explain(*args)
+
+
+def test_explain_inside_a_compiled_function():
+    args = list(tensors(inputs.arguments("sparse_mla", SMALL)).values())[:3]
+    compiled = torch.compile(lambda *a: dsa_ops.explain("sparse_mla", *a).backend, fullgraph=True, backend="eager")
+    assert compiled(*args) == "unfused"
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_loss_of_two_dtypes_is_refused_where_autocast_does_not_cast(device, autocast):
+    q, kv, lse, scores = (torch.randn(*s, device=device) for s in ((6, 2, 4), (6, 4), (6, 2), (6, 3)))
+    args = (q.bfloat16(), kv, lse, torch.zeros(6, 3, dtype=torch.int32, device=device), scores, None)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        if autocast and device == "cpu":
+            assert dsa_ops.indexer_loss(*args).isfinite()
+        else:
+            with pytest.raises(TypeError, match=r"^indexer_loss: kv must be torch.bfloat16, got torch.float32"):
+                dsa_ops.indexer_loss(*args)
