@@ -10,8 +10,9 @@ import functools
 import importlib
 import importlib.util
 import os
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,14 +57,16 @@ class Explanation:
         return "\n".join(lines)
 
 
-_forced: list[list[str]] = []  # the `backend` blocks that are open, each an object of its own
+_forced: tuple[list[str], ...] = ()  # the `backend` blocks that are open, each an object of its own; replaced whole
+_forcing = threading.Lock()
 _warned: set[tuple[str, str]] = set()
 
 
 def requested_backend() -> str:
     """The backend in force: the innermost `backend(...)`, else DSA_OPS_BACKEND, else "auto"."""
-    if _forced:
-        return _forced[-1][0]
+    blocks = _forced  # once: another thread may close its block here
+    if blocks:
+        return blocks[-1][0]
     name = os.environ.get("DSA_OPS_BACKEND") or "auto"
     if name not in BACKENDS:
         raise ValueError(f"DSA_OPS_BACKEND must be one of {', '.join(BACKENDS)}, got {name!r}")
@@ -75,28 +78,49 @@ def _refuse_compiled() -> None:
         raise RuntimeError("dsa_ops.backend cannot be used inside a compiled function; put it around the call")
 
 
-@contextlib.contextmanager
-def _force(name: str) -> Iterator[None]:
-    _refuse_compiled()  # a decorator is made outside and entered inside
-    block = [name]
-    _forced.append(block)
-    try:
-        yield
-    finally:  # blocks of several threads may close in any order
-        _forced[:] = [other for other in _forced if other is not block]
+class _Force(contextlib.AbstractContextManager[None]):
+    """The block of `backend`. It may be entered again, also inside itself and by several threads."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._entered: list[list[str]] = []
+
+    def __call__(self, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def forced(*args: Any, **kwargs: Any) -> Any:
+            _refuse_compiled()  # before the `with`, for which torch.compile has an error of its own
+            with self:
+                return function(*args, **kwargs)
+
+        return forced
+
+    def __enter__(self) -> None:
+        global _forced
+        _refuse_compiled()
+        block = [self._name]
+        with _forcing:
+            _forced = (*_forced, block)
+        self._entered.append(block)
+
+    def __exit__(self, *_: object) -> None:
+        global _forced
+        block = self._entered.pop()
+        with _forcing:  # blocks of several threads may close in any order
+            _forced = tuple(other for other in _forced if other is not block)
 
 
-def backend(name: str) -> contextlib.AbstractContextManager[None]:
+def backend(name: str) -> _Force:
     """Force a backend inside a `with` block: "auto", "tilelang" or "unfused".
 
     Process-wide, and read when an op runs: forward and backward each for itself. A forced backend that cannot serve a
     call raises RuntimeError with the reason. Inside a compiled function it raises RuntimeError, since the graph would
-    not keep it: put the `with` around the call of the compiled function.
+    not keep it: put the `with` around the call of the compiled function. It may be kept and entered again, and serve as
+    a decorator.
     """
     _refuse_compiled()
     if name not in BACKENDS:
         raise ValueError(f"backend: name must be one of {', '.join(BACKENDS)}, got {name!r}")
-    return _force(name)
+    return _Force(name)
 
 
 @functools.cache

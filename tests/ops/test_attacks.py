@@ -1,5 +1,6 @@
 """Odd callers: other kinds of tensors, memory that overlaps or moves, threads, modes and tracers. Right, or refused."""
 
+import sys
 import threading
 
 import pytest
@@ -337,6 +338,40 @@ def test_threads_do_not_meet():
         thread.join()
     assert not faults
     assert not dsa_ops.dispatch._forced
+
+
+def test_backend_blocks_of_many_threads_leave_nothing_forced():
+    """A block that two threads changed the list of blocks around stayed open for good."""
+    seen = set()
+
+    def work():
+        for _ in range(3000):
+            with dsa_ops.backend("unfused"):
+                seen.add(dsa_ops.dispatch.requested_backend())
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen == {"unfused"}
+    assert dsa_ops.dispatch.requested_backend() == "auto"
+    assert not dsa_ops.dispatch._forced
+
+
+def test_a_backend_block_is_entered_again_and_inside_itself():
+    block = dsa_ops.backend("unfused")
+    for _ in range(2):
+        with block:
+            with block, dsa_ops.backend("auto"), block:
+                assert dsa_ops.dispatch.requested_backend() == "unfused"
+            assert dsa_ops.dispatch.requested_backend() == "unfused"
+        assert dsa_ops.dispatch.requested_backend() == "auto"
 
 
 # ---- tracers ---------------------------------------------------------------------------------------------------------
