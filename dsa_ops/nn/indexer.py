@@ -46,6 +46,12 @@ class LightningIndexer(nn.Module):
         Hi ** -0.5 * Di ** -0.5 is folded into weights: the score is sum_h weights[h] * relu(q[h] . k).
         """
         config = self.config
+        for name, x, width in (("hidden", hidden, config.hidden_size), ("q_resid", q_resid, config.q_lora_rank)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"LightningIndexer: {name} must be a tensor, got {type(x).__name__}")
+            if x.dim() < 1 or x.shape[-1] != width or x.shape[:-1] != hidden.shape[:-1]:
+                tokens = "..." if x is hidden else ", ".join(map(str, hidden.shape[:-1]))
+                raise ValueError(f"LightningIndexer: {name} must be of shape [{tokens}, {width}], got {list(x.shape)}")
         q = self.wq_b(q_resid).unflatten(-1, (config.index_n_heads, config.index_head_dim))
         k = self.k_norm(self.wk(hidden)).to(q.dtype)
         if config.rotates:

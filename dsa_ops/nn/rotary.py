@@ -1,5 +1,7 @@
 """Rotations of query and key columns: by position (rope) and by the Hadamard matrix."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,12 @@ def rotary_table(positions: Tensor, rope_dim: int, theta: float = 10000.0) -> tu
 
     Pair i of position p turns by p * theta ** (-2 i / rope_dim), whichever columns form the pair.
     """
+    if isinstance(rope_dim, bool) or not isinstance(rope_dim, int):
+        raise TypeError(f"rotary_table: rope_dim must be an int, got {rope_dim!r}")
+    if isinstance(theta, bool) or not isinstance(theta, (int, float)):
+        raise TypeError(f"rotary_table: theta must be a float, got {theta!r}")
+    if not 0 < theta < math.inf:
+        raise ValueError(f"rotary_table: theta must be finite and above 0, got {theta}")
     if rope_dim < 2 or rope_dim % 2:
         raise ValueError(f"rotary_table: rope_dim must be even and at least 2, got {rope_dim}")
     if not isinstance(positions, Tensor):

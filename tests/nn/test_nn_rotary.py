@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import layer_oracle
-from dsa_ops.nn import rotary_table
+from dsa_ops.nn import LightningIndexer, deepseek_v32, rotary_table
 from dsa_ops.nn.rotary import hadamard, rotate, rotate_slice
 
 
@@ -81,3 +81,34 @@ def test_hadamard_is_sylvesters_and_orthonormal(width):
 def test_errors(error, text, call):
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        (TypeError, "rope_dim must be an int, got 4.0", (4.0,)),
+        (TypeError, "theta must be a float, got 'x'", (4, "x")),
+        (ValueError, "theta must be finite and above 0, got 0", (4, 0)),
+        (ValueError, "theta must be finite and above 0, got nan", (4, float("nan"))),
+    ],
+)
+def test_sizes_and_bases_that_give_no_angle_are_named(error, message, arguments):
+    with pytest.raises(error, match=f"^rotary_table: {message}"):
+        rotary_table(torch.arange(3), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "hidden", "q_resid"),
+    [
+        (TypeError, "q_resid must be a tensor, got NoneType", (2, 5, 16), None),
+        (ValueError, r"hidden must be of shape \[..., 16\], got \[2, 5, 3\]", (2, 5, 3), (2, 5, 8)),
+        (ValueError, r"q_resid must be of shape \[2, 5, 8\], got \[2, 4, 8\]", (2, 5, 16), (2, 4, 8)),
+    ],
+)
+def test_an_indexer_names_what_does_not_fit(error, message, hidden, q_resid):
+    sizes = dict(hidden_size=16, num_heads=2, q_lora_rank=8, kv_lora_rank=8, index_n_heads=2, index_head_dim=8)
+    config = deepseek_v32(**sizes, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, index_topk=2)
+    indexer = LightningIndexer(config)
+    hidden, q_resid = (None if shape is None else torch.randn(shape) for shape in (hidden, q_resid))
+    with pytest.raises(error, match=f"^LightningIndexer: {message}"):
+        indexer(hidden, q_resid, rotary_table(torch.arange(5), 4))
