@@ -367,6 +367,8 @@ class DSAttention(nn.Module):
 def _check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"DSAttention: {name} must be a tensor, got {type(value).__name__}")
+    if value.is_nested:
+        raise TypeError(f"DSAttention: {name} must be a strided tensor, got a nested one (see dsa_ops.layouts)")
 
 
 def _check_fits(name: str, x: Tensor, linear: nn.Module) -> None:

@@ -34,7 +34,8 @@ def dense_attention(
 ) -> Tensor:
     """out [B, L, H, V] of q [B, L, H, D], k [B, S, H, D], v [B, S, H, V]; causal without bounds (L == S).
 
-    sinks [H] adds exp(sinks[h]) to the denominator. A row without a visible key gives 0.
+    sinks [H] adds exp(sinks[h]) to the denominator. A row without a visible key gives 0. So does, on CPU, a row whose
+    logits are NaN: torch's fused causal kernel takes it for one.
     """
     wide, narrow = q.shape[-1], v.shape[-1]
     parts = 0 if sinks is None else _SINK_PARTS

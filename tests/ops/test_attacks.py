@@ -483,3 +483,12 @@ def test_the_loss_of_two_dtypes_is_refused_where_autocast_does_not_cast(device, 
         else:
             with pytest.raises(TypeError, match=r"^indexer_loss: kv must be torch.bfloat16, got torch.float32"):
                 dsa_ops.indexer_loss(*args)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_layer_names_a_nested_tensor():
+    sizes = dict(hidden_size=16, num_heads=2, q_lora_rank=8, kv_lora_rank=8, index_n_heads=2, index_head_dim=8)
+    config = dsa_ops.nn.deepseek_v32(**sizes, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, index_topk=2)
+    x = torch.nested.nested_tensor([torch.randn(2, 16), torch.randn(3, 16)])
+    with pytest.raises(TypeError, match=r"^DSAttention: x must be a strided tensor, got a nested one"):
+        dsa_ops.nn.DSAttention(config)(x)
