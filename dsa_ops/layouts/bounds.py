@@ -93,18 +93,37 @@ def packed_bounds(
         num_rows = check.last_entry(op, "num_rows", q_places)
 
     rows = torch.arange(num_rows, device=device, dtype=q_places.dtype)
-    return bounds_of_rows(rows, cu_seqlens_q, cu_seqlens_k, q_places, k_places, causal)
+    sequence = sequence_of_rows(q_places[1:], num_rows)
+    return bounds_of_rows(rows, sequence, cu_seqlens_q, cu_seqlens_k, q_places, k_places, causal)
+
+
+def sequence_of_rows(ends: Tensor, num_rows: int) -> Tensor:
+    """The number of the sequence that each of the rows 0 .. num_rows - 1 lies in, int64; behind the last end, N.
+
+    Shapes: ends [N], one past the last row of each sequence, padding included; the result [num_rows].
+
+    Counted, not searched for: of a slice such as cu_seqlens[1:], `torch.searchsorted` under TorchInductor forgets where
+    it begins, and every row would see the keys of the wrong sequence (torch 2.11 on CUDA).
+    """
+    at = ends.clamp(0, num_rows).to(torch.int64)
+    counts = torch.zeros(num_rows + 1, dtype=torch.int64, device=ends.device)
+    return counts.index_add(0, at, torch.ones_like(at)).cumsum(0).narrow(0, 0, num_rows)
 
 
 def bounds_of_rows(
-    rows: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, q_places: Tensor, k_places: Tensor, causal: bool
+    rows: Tensor,
+    sequence: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    q_places: Tensor,
+    k_places: Tensor,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """What `packed_bounds` says of these rows of the pack [T], in any order and in the dtype of q_places; no checks.
 
-    cu_seqlens count real rows and keys, places say where in memory each sequence begins.
+    sequence [T] is that of each row, N behind the last one: a sequence of length 0. cu_seqlens count real rows and
+    keys, places say where in memory each sequence begins.
     """
-    # rows beyond the last sequence get number N, a sequence of length 0
-    sequence = torch.searchsorted(q_places[1:].contiguous(), rows, right=True)
     q_length = F.pad(cu_seqlens_q.diff(), (0, 1))[sequence]
     k_length = F.pad(cu_seqlens_k.diff(), (0, 1))[sequence]
     position = rows - q_places[sequence]

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree
 
 from dsa_ops.layouts import _checks as check
-from dsa_ops.layouts.bounds import bounds_of_rows, check_cu_seqlens
+from dsa_ops.layouts.bounds import bounds_of_rows, check_cu_seqlens, sequence_of_rows
 
 
 class CPLayout(NamedTuple):
@@ -84,8 +84,7 @@ def zigzag_cp(
     local = torch.arange(share, device=device)
     ranks = torch.arange(cp_size, device=device)[:, None]
     shares = places // cp_size  # where the sequences begin on every rank
-    # rows behind the last sequence get number N
-    sequence = torch.searchsorted(shares[1:].contiguous(), local, right=True)
+    sequence = sequence_of_rows(shares[1:], share)
     offset = local - shares[sequence]
     half = F.pad(places.diff() // (2 * cp_size), (0, 1))[sequence]
     back = offset >= half
@@ -94,7 +93,9 @@ def zigzag_cp(
     rows = places[sequence] + torch.where(sequence == places.shape[0] - 1, beyond, position)
     inverse = rows.flatten().clamp(0, total - 1)  # beyond them only with lengths that nobody could check
     order = torch.zeros_like(inverse).scatter(0, inverse, torch.arange(inverse.shape[0], device=device))
-    return _layout(inverse.narrow(0, cp_rank * share, share).clone(), order, inverse, cu_seqlens, places, causal)
+    mine = inverse.narrow(0, cp_rank * share, share).clone()
+    starts, ends = bounds_of_rows(mine, sequence, cu_seqlens, cu_seqlens, places, places, causal)
+    return CPLayout(mine, starts, ends, order, inverse)
 
 
 def contiguous_cp(
@@ -120,7 +121,9 @@ def contiguous_cp(
     share = total // cp_size
     rows = torch.arange(share, device=places.device) + cp_rank * share
     order = torch.arange(cp_size * share, device=places.device)
-    return _layout(rows, order, order.clone(), cu_seqlens, places, causal)
+    sequence = sequence_of_rows(places[1:], total).narrow(0, cp_rank * share, share)
+    starts, ends = bounds_of_rows(rows, sequence, cu_seqlens, cu_seqlens, places, places, causal)
+    return CPLayout(rows, starts, ends, order, order.clone())
 
 
 class PackedCPLayout(NamedTuple):
@@ -175,7 +178,7 @@ class PackedCPLayout(NamedTuple):
         cu_q, cu_k = (F.pad(x.cumsum(0), (1, 0)) for x in (q_lengths, k_lengths))
         key_starts = torch.stack((places[:-1], places[:-1]), 1).flatten()
         position = torch.arange(positions, device=places.device)
-        segment = torch.searchsorted(cu_k[1:].contiguous(), position, right=True)
+        segment = sequence_of_rows(cu_k[1:], positions)
         source = F.pad(key_starts - cu_k[:-1], (0, 1))[segment] + position
         source = torch.where(segment < key_starts.shape[0], source, total - 1).clamp(0, total - 1)
         q_lengths, k_lengths, cu_q, cu_k, key_starts = (
@@ -229,8 +232,7 @@ class PackedCPLayout(NamedTuple):
         device = self.source_indices.device
         check.int_vector(op, "starts", starts, "T", device=device)
         check.int_vector(op, "ends", ends, "T", starts.shape[0], device)
-        row = torch.arange(starts.shape[0], device=device, dtype=torch.int32)
-        segment = torch.searchsorted(self.segment_cu_q[1:].contiguous(), row, right=True)
+        segment = sequence_of_rows(self.segment_cu_q[1:], starts.shape[0])
         shift = F.pad(self.segment_cu_k[:-1] - self.segment_key_starts, (0, 1))[segment]
         low, high = self.segment_cu_k[segment], F.pad(self.segment_cu_k, (0, 1))[segment + 1]
         high = torch.maximum(low, high)  # a row in no segment stands behind the last one, empty
@@ -287,11 +289,6 @@ def _places(
     elif total % cp_size:
         raise ValueError(f"{op}: total must divide by cp_size = {cp_size}, got {total}")
     return places.to(torch.int64), total
-
-
-def _layout(rows: Tensor, order: Tensor, inverse: Tensor, cu_seqlens: Tensor, places: Tensor, causal: bool) -> CPLayout:
-    starts, ends = bounds_of_rows(rows, cu_seqlens, cu_seqlens, places, places, causal)
-    return CPLayout(rows, starts, ends, order, inverse)
 
 
 for _cls in (CPLayout, PackedCPLayout):

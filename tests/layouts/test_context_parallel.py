@@ -360,6 +360,21 @@ def test_compiles_whole_and_for_every_length():
     assert backend.frame_count == 1
 
 
+@pytest.mark.gpu
+def test_compiled_by_inductor_on_cuda():
+    """With cu_seqlens that are a slice: one that a search under inductor took for the tensor it is a slice of."""
+    torch._dynamo.reset()
+
+    def function(cu_seqlens, padded):
+        return (*packed_bounds(cu_seqlens[1:], num_rows=28), *everything(cu_seqlens[1:], padded[1:], 28, 2, 1))
+
+    numbers = torch.tensor([-7, 0, 5, 21], device="cuda"), torch.tensor([3, 0, 8, 24], device="cuda")
+    for dtype in (torch.int32, torch.int64):
+        arguments = [x.to(dtype) for x in numbers]
+        for got, want in zip(torch.compile(function, fullgraph=True)(*arguments), function(*arguments), strict=True):
+            assert torch.equal(got, want)
+
+
 class Shard(torch.nn.Module):
     def forward(self, cu_seqlens, x):
         total = 2 * x.shape[0]
