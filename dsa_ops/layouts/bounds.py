@@ -103,7 +103,7 @@ def sequence_of_rows(ends: Tensor, num_rows: int) -> Tensor:
     Shapes: ends [N], one past the last row of each sequence, padding included; the result [num_rows].
 
     Counted, not searched for: of a slice such as cu_seqlens[1:], `torch.searchsorted` under TorchInductor forgets where
-    it begins, and every row would see the keys of the wrong sequence (torch 2.11 on CUDA).
+    it begins (pytorch/pytorch#182343), and every row would see the keys of the wrong sequence.
     """
     at = ends.clamp(0, num_rows).to(torch.int64)
     counts = torch.zeros(num_rows + 1, dtype=torch.int64, device=ends.device)

@@ -362,7 +362,7 @@ def test_compiles_whole_and_for_every_length():
 
 @pytest.mark.gpu
 def test_compiled_by_inductor_on_cuda():
-    """With cu_seqlens that are a slice: one that a search under inductor took for the tensor it is a slice of."""
+    """With slices, of which a search under inductor forgets where they begin: pytorch/pytorch#182343."""
     torch._dynamo.reset()
 
     def function(cu_seqlens, padded):
