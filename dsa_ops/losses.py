@@ -39,7 +39,7 @@ def indexer_loss(
         scores [T, K]: the indexer's scores of these keys, from `indexer_topk` or `indexer_scores`.
         softmax_scale: attention's; None is D ** -0.5.
         coeff: factor of the loss: a finite number, or a real tensor of one element where it changes from step to step
-            in a compiled region (each new number would recompile it). A constant to autograd: it may not require grad,
+            in a compiled region (a second number recompiles it once). A constant to autograd: it may not require grad,
             and the loss keeps its dtype. 0 gives zero gradients, not absent ones.
         row_mask [T]: bool, rows that count. The others add nothing to the sum nor to the number of rows, whatever they
             hold, and get zero gradients. None: all rows count, also those without a key (their KL is 0).
