@@ -36,6 +36,7 @@ def table_ops(page, heading):
 @pytest.mark.parametrize("source", list(python_blocks()))
 # torch.compile makes such an object of every autograd.Function that it traces
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11, loading its own file
 @pytest.mark.filterwarnings("error")
 def test_python_block_runs_as_it_stands(source, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
