@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from dsa_ops.checks import MAX_ROWS, recording
+
 INTS = (torch.int32, torch.int64)
-MAX_ROWS = 2**31  # bounds and ids are int32
 
 
 def describe(x: object) -> str:
@@ -69,14 +70,8 @@ def last_entry(op: str, name: str, places: Tensor) -> int:
 
 def readable(x: Tensor, validate: bool) -> bool:
     """Whether values may be read here: always on CPU, on another device only when asked to, never while tracing."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or _recording():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or recording():
         return False
     if type(x) is not Tensor or x.device.type == "meta":
         return False
     return validate or x.device.type == "cpu"
-
-
-def _recording() -> bool:
-    """Whether operations on plain tensors are written into a graph, as `make_fx` does, or are only simulated."""
-    keys, active = torch._C._TorchDispatchModeKey, torch._C._get_dispatch_mode
-    return active(keys.PROXY) is not None or active(keys.FAKE) is not None
