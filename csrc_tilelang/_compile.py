@@ -1,0 +1,122 @@
+"""How a kernel file's factory becomes a compiled kernel: once in a process, and once on a machine.
+
+A factory is a function that takes constants (heads, widths, a variant) and returns a TileLang prim_func whose lengths
+are run-time arguments:
+
+    @kernel(pass_configs=HAND_MADE)
+    def forward(heads, width):
+        @T.prim_func
+        def forward(...): ...
+        return forward
+
+    forward(64, 576)(q, kv, ...)    # compiled at the first call with these constants, then launched
+
+TileLang keeps what it compiled in a folder (TILELANG_CACHE_DIR). Processes that start together, one per GPU, would each
+compile the same kernel: a file lock beside that folder lets one compile while the others wait and then load. A folder
+that cannot be read or written costs a warning and a compilation in each process, nothing else.
+"""
+
+import contextlib
+import hashlib
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tilelang
+
+# Equal to what "auto" finds on a Hopper GPU, so that a folder filled on a machine without one is good there.
+TARGET = {"kind": "cuda", "arch": "sm_90a"}
+# For kernels that place their own barriers and test their own ids: TileLang's checks would undo both.
+HAND_MADE = {"tl.disable_safe_memory_legalize": True}
+
+_warned = threading.Event()
+
+
+class Kernel:
+    """A factory with its compile options. Calling it with constants gives the compiled kernel, ready to launch."""
+
+    def __init__(self, factory: Callable[..., Any], pass_configs: dict[str, Any], tensor_core: str | None):
+        self.name = factory.__name__
+        self.pass_configs = pass_configs
+        self.tensor_core = tensor_core
+        self._factory = factory
+        self._compiled: dict[tuple, Callable[..., None]] = {}
+        self._compiling = threading.Lock()
+        self.__doc__ = factory.__doc__
+
+    def prim_func(self, *constants: Any) -> Any:
+        """What would be compiled, for inspection."""
+        return self._factory(*constants)
+
+    def __call__(self, *constants: Any) -> Callable[..., None]:
+        found = self._compiled.get(constants)
+        return self._compile(constants) if found is None else found
+
+    def _compile(self, constants: tuple) -> Callable[..., None]:
+        with self._compiling:
+            if constants not in self._compiled:
+                with _one_process(f"{self.name}{constants}"):
+                    self._compiled[constants] = _compile(self.prim_func(*constants), self.pass_configs)
+            return self._compiled[constants]
+
+
+def kernel(
+    *, pass_configs: dict[str, Any] | None = None, tensor_core: str | None = "HGMMA"
+) -> Callable[[Callable[..., Any]], Kernel]:
+    """Makes a `Kernel` of a factory.
+
+    Args:
+        pass_configs: of TileLang.
+        tensor_core: the instruction that its products must become (tools/lower_check looks for it), None if it has none.
+    """
+    return lambda factory: Kernel(factory, pass_configs or {}, tensor_core)
+
+
+def _compile(prim_func: Any, pass_configs: dict[str, Any]) -> Callable[..., None]:
+    def compile_it() -> Any:
+        return tilelang.compile(prim_func, target=TARGET, execution_backend="tvm_ffi", pass_configs=pass_configs)
+
+    try:
+        return compile_it()
+    except OSError as error:  # of the folder: what nvcc or TileLang find wrong is no OSError
+        _warn_once(error)
+    enabled = tilelang.is_cache_enabled()
+    tilelang.disable_cache()
+    try:
+        return compile_it()
+    finally:
+        if enabled:
+            tilelang.enable_cache()
+
+
+def _warn_once(error: OSError) -> None:
+    if not _warned.is_set():
+        _warned.set()
+        warnings.warn(
+            f"the folder of compiled kernels, {_folder()}, cannot be used ({error}): every process compiles for itself. "
+            "Set TILELANG_CACHE_DIR to a folder that can be written",
+            stacklevel=2,
+        )
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("TILELANG_CACHE_DIR") or "~/.tilelang/cache").expanduser()
+
+
+@contextlib.contextmanager
+def _one_process(what: str) -> Iterator[None]:
+    """Holds the file lock of one kernel; without a lock where the folder or its file system does not give one."""
+    with contextlib.ExitStack() as stack:
+        try:
+            import fcntl
+
+            locks = _folder() / "dsa_ops_locks"
+            locks.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(locks / hashlib.sha256(what.encode()).hexdigest()[:16], "w"))
+            fcntl.flock(file, fcntl.LOCK_EX)  # given back when the file closes, also when the process dies
+        except (ImportError, OSError):
+            pass
+        yield
