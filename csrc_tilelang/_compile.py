@@ -70,7 +70,7 @@ def kernel(
 
     Args:
         pass_configs: of TileLang.
-        tensor_core: the instruction that its products must become (tools/lower_check looks for it), None if it has none.
+        tensor_core: the instruction that its products must become (see tools/lower_check), None if it has none.
     """
     return lambda factory: Kernel(factory, pass_configs or {}, tensor_core)
 
@@ -96,8 +96,8 @@ def _warn_once(error: OSError) -> None:
     if not _warned.is_set():
         _warned.set()
         warnings.warn(
-            f"the folder of compiled kernels, {_folder()}, cannot be used ({error}): every process compiles for itself. "
-            "Set TILELANG_CACHE_DIR to a folder that can be written",
+            f"the folder of compiled kernels, {_folder()}, cannot be used ({error}); every process compiles itself, "
+            "until TILELANG_CACHE_DIR names a folder that can be written",
             stacklevel=2,
         )
 

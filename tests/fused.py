@@ -35,7 +35,7 @@ def assert_close(got, want, what="", tolerance=1e-5):
 
 
 def guarded(x: torch.Tensor) -> torch.Tensor:
-    """The same values, contiguous and aligned, in the middle of memory full of NaN (floats) or of large ids (integers)."""
+    """The same values, contiguous and aligned, amid memory full of NaN (floats) or of large ids (integers)."""
     poison = float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max
     buffer = x.new_full((x.numel() + 2 * GUARD,), poison)
     inner = buffer[GUARD : GUARD + x.numel()].view(x.shape)
