@@ -26,3 +26,7 @@ The docstring at the top of a kernel file says what one block computes, the tile
 register budget, the limits that `refuse` tests, what becomes of empty slots, the order in which sums are taken, and
 what a compilation depends on.
 """
+
+
+class CompileError(RuntimeError):
+    """A kernel could not be compiled here, say because there is no nvcc. Dispatch takes it for a refusal."""

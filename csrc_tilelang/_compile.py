@@ -16,23 +16,66 @@ compile the same kernel: a file lock beside that folder lets one compile while t
 that cannot be read or written costs a warning and a compilation in each process, nothing else.
 """
 
+import atexit
 import contextlib
 import hashlib
 import os
+import shutil
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import tilelang
+from csrc_tilelang import CompileError
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("TILELANG_CACHE_DIR") or "~/.tilelang/cache").expanduser()
+
+
+_warned = threading.Event()
+
+
+def _warn_once(error: Exception) -> None:
+    if not _warned.is_set():
+        _warned.set()
+        warnings.warn(
+            f"the folder of compiled kernels, {_folder()}, cannot be used ({error}); every process compiles for itself "
+            "until TILELANG_CACHE_DIR names a folder that can be written",
+            stacklevel=2,
+        )
+
+
+def _choose_folder() -> None:
+    """TileLang makes its folders when it is imported, and where it cannot its import fails: see to it before."""
+    folder = _folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return
+    except OSError as error:
+        if any(folder.glob("*/*/.staging")):  # filled and read-only: what it holds can be loaded
+            return
+        _warn_once(error)
+    own = tempfile.mkdtemp(prefix="dsa_ops_")
+    os.environ["TILELANG_CACHE_DIR"] = own
+    atexit.register(_remove, own, os.getpid())
+
+
+def _remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # not at the end of a process forked from this one
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+_choose_folder()
+import tilelang  # noqa: E402
 
 # Equal to what "auto" finds on a Hopper GPU, so that a folder filled on a machine without one is good there.
 TARGET = {"kind": "cuda", "arch": "sm_90a"}
 # For kernels that place their own barriers and test their own ids: TileLang's checks would undo both.
 HAND_MADE = {"tl.disable_safe_memory_legalize": True}
-
-_warned = threading.Event()
 
 
 class Kernel:
@@ -53,13 +96,13 @@ class Kernel:
 
     def __call__(self, *constants: Any) -> Callable[..., None]:
         found = self._compiled.get(constants)
-        return self._compile(constants) if found is None else found
+        return self._first_call(constants) if found is None else found
 
-    def _compile(self, constants: tuple) -> Callable[..., None]:
+    def _first_call(self, constants: tuple) -> Callable[..., None]:
         with self._compiling:
             if constants not in self._compiled:
                 with _one_process(f"{self.name}{constants}"):
-                    self._compiled[constants] = _compile(self.prim_func(*constants), self.pass_configs)
+                    self._compiled[constants] = _compile(self.name, self.prim_func(*constants), self.pass_configs)
             return self._compiled[constants]
 
 
@@ -72,38 +115,32 @@ def kernel(
         pass_configs: of TileLang.
         tensor_core: the instruction that its products must become (see tools/lower_check), None if it has none.
     """
-    return lambda factory: Kernel(factory, pass_configs or {}, tensor_core)
+
+    def make(factory: Callable[..., Any]) -> Kernel:
+        return Kernel(factory, pass_configs or {}, tensor_core)
+
+    return make
 
 
-def _compile(prim_func: Any, pass_configs: dict[str, Any]) -> Callable[..., None]:
-    def compile_it() -> Any:
+def _compile(name: str, prim_func: Any, pass_configs: dict[str, Any]) -> Callable[..., None]:
+    def compile_it() -> Callable[..., None]:
         return tilelang.compile(prim_func, target=TARGET, execution_backend="tvm_ffi", pass_configs=pass_configs)
 
     try:
-        return compile_it()
-    except OSError as error:  # of the folder: what nvcc or TileLang find wrong is no OSError
-        _warn_once(error)
-    enabled = tilelang.is_cache_enabled()
-    tilelang.disable_cache()
-    try:
-        return compile_it()
-    finally:
-        if enabled:
-            tilelang.enable_cache()
-
-
-def _warn_once(error: OSError) -> None:
-    if not _warned.is_set():
-        _warned.set()
-        warnings.warn(
-            f"the folder of compiled kernels, {_folder()}, cannot be used ({error}); every process compiles itself, "
-            "until TILELANG_CACHE_DIR names a folder that can be written",
-            stacklevel=2,
-        )
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("TILELANG_CACHE_DIR") or "~/.tilelang/cache").expanduser()
+        try:
+            return compile_it()
+        except OSError as error:  # of the folder: what nvcc or TileLang find wrong is no OSError
+            _warn_once(error)
+        enabled = tilelang.is_cache_enabled()
+        tilelang.disable_cache()
+        try:
+            return compile_it()
+        finally:
+            if enabled:
+                tilelang.enable_cache()
+    except Exception as error:  # no nvcc, one that is too old, a TileLang that changed
+        what = str(error).strip().splitlines() or [""]
+        raise CompileError(f"{name} did not compile: {type(error).__name__}: {what[-1]}") from error
 
 
 @contextlib.contextmanager

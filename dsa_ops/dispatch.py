@@ -13,6 +13,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,15 +28,34 @@ class Kernel:
     """One row of the table: a kernel file in csrc_tilelang that can serve an op.
 
     The module offers `refuse(*args) -> str | None` (the reason in words, None for yes), `launch(*args)` and
-    `compile_for(**widths)` for `warmup`. It is imported only when everything before it has said yes.
+    `compile_for(**widths)` for `warmup`. It is imported only when everything before it has said yes. `needs` is the
+    package it is written in.
     """
 
     name: str
     module: str
+    needs: str = "tilelang"
+
+
+def _row(name: str, needs: str = "tilelang") -> tuple[Kernel, ...]:
+    return (Kernel(name, f"csrc_tilelang.{name}", needs),)
 
 
 # op name -> kernels in the order in which they are asked
-KERNELS: dict[str, tuple[Kernel, ...]] = {}
+KERNELS: dict[str, tuple[Kernel, ...]] = {
+    "indexer_topk": _row("indexer_topk"),
+    "indexer_scores": _row("indexer_scores"),
+    "indexer_scores_backward": _row("indexer_scores_backward"),
+    "sparse_mla": _row("sparse_mla_forward"),
+    "sparse_mla_backward": _row("sparse_mla_backward"),
+    "attention_target": _row("attention_target"),
+    "indexer_kl": _row("indexer_kl", needs="triton"),
+    "indexer_kl_backward": _row("indexer_kl_backward", needs="triton"),
+    "dense_indexer_kl": _row("dense_indexer_kl"),
+    "dense_indexer_kl_backward": _row("dense_indexer_kl_backward"),
+}
+CAPABILITY = (9, 0)  # what the kernels are built for: H100, H200
+COMPILES_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -124,44 +144,54 @@ def backend(name: str) -> _Force:
 
 
 @functools.cache
-def _tilelang_missing() -> str | None:
-    return None if importlib.util.find_spec("tilelang") else "tilelang is not installed (pip install dsa-ops[tilelang])"
+def _missing(package: str) -> str | None:
+    if importlib.util.find_spec(package):
+        return None
+    return f"{package} is not installed (pip install dsa-ops[{package}])"
 
 
 @functools.cache
 def _kernel_module(kernel: Kernel) -> Any:
     """The kernel's module, or the reason why it cannot be imported."""
+    if missing := _missing(kernel.needs):
+        return missing
     try:
         return importlib.import_module(kernel.module)
     except Exception as error:  # a broken tilelang fails in many ways, each of them is a reason, not a crash
         return f"{kernel.module} cannot be imported: {type(error).__name__}: {error}"
 
 
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
 def _backend_refusal(op: str, device: torch.device) -> str | None:
-    """Why no TileLang kernel at all can serve a call on this device."""
+    """Why no fused kernel at all can serve a call on this device."""
     if device.type != "cuda":
         return f"the tensors are on {device.type}, fused kernels run on CUDA"
-    if missing := _tilelang_missing():
-        return missing
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
+    capability = _capability(device)
+    if capability != CAPABILITY:
         return f"the GPU has compute capability {capability[0]}.{capability[1]}, fused kernels are built for 9.0"
     if not KERNELS.get(op):
         return f"this version has no fused kernel for {op}"
     return None
 
 
-def choose(op: str, args: tuple) -> tuple[str | None, Callable | None, dict[str, str]]:
-    """Name and launcher of the kernel that serves the call, None for unfused; and every refusal with its reason."""
+_broken: dict[Kernel, str] = {}  # kernels that did not compile here, and why; not tried again in this process
+
+
+def choose(op: str, args: tuple) -> tuple[Kernel | None, Callable | None, dict[str, str]]:
+    """The kernel that serves the call and its launcher, None for unfused; and every refusal with its reason."""
     device = next(a.device for a in args if isinstance(a, Tensor))
     if reason := _backend_refusal(op, device):
         return None, None, {"tilelang": reason}
     refusals: dict[str, str] = {}
     for kernel in KERNELS[op]:
         module = _kernel_module(kernel)
-        reason = module if isinstance(module, str) else module.refuse(*args)
+        reason = module if isinstance(module, str) else _broken.get(kernel) or module.refuse(*args)
         if reason is None:
-            return kernel.name, module.launch, refusals
+            return kernel, module.launch, refusals
         refusals[kernel.name] = reason
     return None, None, refusals
 
@@ -171,14 +201,34 @@ def run(op: str, unfused: Callable, args: tuple, on_cuda: bool) -> Any:
     requested = requested_backend()
     if requested == "unfused" or (requested == "auto" and not on_cuda):
         return unfused(*args)
-    _, launch, refusals = choose(op, args)
-    if launch is not None:
-        return launch(*args)
+    kernel, launch, refusals = choose(op, args)
+    while kernel is not None and launch is not None:
+        try:
+            return _launch(launch, args)
+        except RuntimeError as error:
+            if not _is_compile_error(error):
+                raise
+            _broken[kernel] = str(error)
+            kernel, launch, refusals = choose(op, args)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
     if requested != "auto":
         raise RuntimeError(f"dsa::{op}: backend {requested!r} was asked for and cannot serve this call: {reasons}")
     _warn_once(op, reasons)
     return unfused(*args)
+
+
+def _launch(launch: Callable, args: tuple) -> Any:
+    device = next(a.device for a in args if isinstance(a, Tensor))
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return launch(*args)
+    with torch.cuda.device(device):  # for its current stream, and for what the launch allocates
+        return launch(*args)
+
+
+def _is_compile_error(error: Exception) -> bool:
+    from csrc_tilelang import CompileError  # not at the top: `import dsa_ops` loads no kernel package
+
+    return isinstance(error, CompileError)
 
 
 def _warn_once(op: str, reasons: str) -> None:
@@ -192,10 +242,10 @@ def explain_op(op: str, args: tuple) -> Explanation:
     requested = requested_backend()
     if requested == "unfused":
         return Explanation(op, "unfused", None, {"tilelang": "the unfused backend is forced"})
-    name, _, refusals = choose(op, args)
-    if name is None:
+    kernel, _, refusals = choose(op, args)
+    if kernel is None:
         return Explanation(op, "unfused" if requested == "auto" else "none", None, refusals)
-    return Explanation(op, "tilelang", name, refusals)
+    return Explanation(op, "tilelang", kernel.name, refusals)
 
 
 def warmup(
@@ -219,7 +269,8 @@ def warmup(
         device: CUDA device to compile for; default the current one, "cpu" where there is none.
 
     Returns:
-        For each op "compiled", or the reason why it has no kernel here and will run unfused.
+        For each op "compiled", or the reason why it has no kernel here and will run unfused. Kernels compile side by
+        side, each once on a machine: processes that warm up together wait for one another.
     """
     for name, value in dict(
         heads=heads, index_heads=index_heads, head_dim=head_dim, v_dim=v_dim, index_dim=index_dim
@@ -237,13 +288,18 @@ def warmup(
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"warmup: device must be a torch.device or the name of one, got {device!r}") from error
     widths = dict(heads=heads, index_heads=index_heads, head_dim=head_dim, v_dim=v_dim, index_dim=index_dim)
-    report = {}
-    for op in KERNELS:
-        reason = _backend_refusal(op, device)
-        for kernel in () if reason else KERNELS[op]:
+
+    def compile_op(op: str) -> str:
+        if reason := _backend_refusal(op, device):
+            return reason
+        reasons = []
+        for kernel in KERNELS[op]:
             module = _kernel_module(kernel)
             reason = module if isinstance(module, str) else module.compile_for(**widths, dtype=dtype, device=device)
             if reason is None:
-                break
-        report[op] = reason or "compiled"
-    return report
+                return "compiled"
+            reasons.append(f"{kernel.name}: {reason}")
+        return "; ".join(reasons)
+
+    with ThreadPoolExecutor(COMPILES_AT_ONCE) as pool:  # the time goes into compilers that run as their own processes
+        return dict(zip(KERNELS, pool.map(compile_op, KERNELS), strict=True))

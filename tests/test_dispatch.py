@@ -1,6 +1,7 @@
 """Which backend runs, how the choice is forced, and that every refusal has a reason."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import calls
 import dsa_ops
 import inputs
+from csrc_tilelang import CompileError
 from dsa_ops import dispatch
 from inputs import ALL, OPS
 
@@ -168,7 +170,56 @@ def test_forced_unfused_asks_no_kernel(kernels):
 
 
 def test_a_kernel_that_cannot_be_imported_is_a_reason():
-    assert "cannot be imported" in dispatch._kernel_module(dispatch.Kernel("ghost", "csrc_tilelang.no_such_file"))
+    ghost = dispatch.Kernel("ghost", "csrc_tilelang.no_such_file", needs="torch")
+    assert "csrc_tilelang.no_such_file cannot be imported: ModuleNotFoundError" in dispatch._kernel_module(ghost)
+
+
+def test_a_package_that_is_not_installed_is_a_reason():
+    ghost = dispatch.Kernel("ghost", "csrc_tilelang.no_such_file", needs="no_such_package")
+    assert dispatch._kernel_module(ghost) == "no_such_package is not installed (pip install dsa-ops[no_such_package])"
+
+
+def test_a_kernel_that_does_not_compile_is_a_reason_and_is_not_tried_again(kernels, monkeypatch):
+    class Broken(FakeKernel):
+        def launch(self, *args):
+            super().launch()
+            raise CompileError("wide did not compile: there is no nvcc")
+
+    monkeypatch.setattr(dispatch, "_broken", {})
+    monkeypatch.setattr(dispatch, "_warned", set())
+    wide, narrow = Broken(), FakeKernel()
+    kernels(wide=wide, narrow=narrow)
+    args = inputs.arguments("sparse_mla")
+    with dsa_ops.backend("tilelang"):
+        for _ in range(2):
+            calls.run("sparse_mla", args)
+    assert (wide.launched, narrow.launched) == (1, 2)
+    assert explain("sparse_mla").refusals == {"wide": "wide did not compile: there is no nvcc"}
+
+    kernels(wide=wide)
+    with dsa_ops.backend("tilelang"), pytest.raises(RuntimeError, match=r"cannot serve this call: wide: .*no nvcc"):
+        calls.run("sparse_mla", args)
+    with pytest.warns(UserWarning, match=r"dsa::sparse_mla runs unfused on CUDA: wide: .*no nvcc"):
+        assert dispatch.run("sparse_mla", lambda *a: "unfused", tuple(args.values()), True) == "unfused"
+
+
+def test_other_errors_of_a_kernel_are_not_taken_for_a_refusal(kernels):
+    class Wrong(FakeKernel):
+        def launch(self, *args):
+            raise RuntimeError("an illegal memory access was encountered")
+
+    kernels(wide=Wrong())
+    with dsa_ops.backend("tilelang"), pytest.raises(RuntimeError, match="illegal memory access"):
+        calls.run("sparse_mla", inputs.arguments("sparse_mla"))
+
+
+def test_every_row_of_the_table_is_a_kernel_file():
+    files = {path.stem for path in (Path(dsa_ops.__file__).parents[1] / "csrc_tilelang").glob("*.py")}
+    assert set(dispatch.KERNELS) == set(ALL)
+    for op, kernels in dispatch.KERNELS.items():
+        assert kernels, op
+        for kernel in kernels:
+            assert kernel.module == f"csrc_tilelang.{kernel.name}" and kernel.name in files, kernel
 
 
 def test_a_fallback_on_a_gpu_warns_once_per_reason(monkeypatch):
@@ -189,11 +240,12 @@ def test_explain_on_cuda(name):
 
 def test_refusals_on_cuda_name_their_reason(monkeypatch):
     cuda = torch.device("cuda")
-    monkeypatch.setattr(dispatch, "_tilelang_missing", lambda: "tilelang is not installed")
-    assert dispatch._backend_refusal("sparse_mla", cuda) == "tilelang is not installed"
-    monkeypatch.setattr(dispatch, "_tilelang_missing", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(dispatch, "_capability", lambda device: (8, 0))
     assert "8.0" in dispatch._backend_refusal("sparse_mla", cuda)
+    monkeypatch.setattr(dispatch, "_capability", lambda device: (9, 0))
+    assert dispatch._backend_refusal("sparse_mla", cuda) is None
+    monkeypatch.setitem(dispatch.KERNELS, "sparse_mla", ())
+    assert dispatch._backend_refusal("sparse_mla", cuda) == "this version has no fused kernel for sparse_mla"
 
 
 # ---- warmup ----------------------------------------------------------------------------------------------------------
