@@ -135,9 +135,11 @@ class Inputs:
         """Keys that are in sight, of all rows."""
         return (self.ends.long() - self.starts).sum().item()
 
-    # What comes out of a forward, for backwards and losses to start from.
+    # What comes out of a forward, for backwards and losses to start from. Unfused: no kernel is measured on the results
+    # of another.
 
     @cached_property
+    @dsa_ops.backend("unfused")
     def forward(self) -> tuple[Tensor, Tensor]:
         return tuple(dsa_ops.sparse_mla(self.q, self.kv, self.indices, self.scale, self.sizes.v_dim))
 
@@ -150,10 +152,12 @@ class Inputs:
         return self.forward[1]
 
     @cached_property
+    @dsa_ops.backend("unfused")
     def scores(self) -> Tensor:
         return dsa_ops.indexer_scores(self.index_q, self.index_k, self.index_weights, self.indices)
 
     @cached_property
+    @dsa_ops.backend("unfused")
     def target(self) -> Tensor:
         return dsa_ops.attention_target(self.q, self.kv, self.lse, self.indices, self.scale)
 
@@ -163,6 +167,7 @@ class Inputs:
         return torch.full((self.case.rows,), 1 / self.case.rows, device=self.device)
 
     @cached_property
+    @dsa_ops.backend("unfused")
     def grad_scores(self) -> Tensor:
         return torch.ops.dsa.indexer_kl_backward(self.grad_kl, self.target, self.scores, self.indices)
 

@@ -11,11 +11,12 @@ from torch import Tensor
 
 L2_BYTES = 256 << 20  # overwritten before each timed call, several times any L2
 HEAD_START = 1_000_000  # GPU cycles, about half a millisecond: the host has queued a short call before its time begins
+GEMM_SIZES = (4096, 8192)
 PROBE_KEYS = 8192  # rows that are gathered and added to: they fit L2, so this is the best that either can do
 PROBE_ROWS = 4096
 PROBE_IDS = 2048
 CEILINGS = {
-    "gemm": "bf16 product of 8192 x 8192 matrices",
+    "gemm": "bf16 products of square matrices, the best of two sizes and two layouts",
     "copy": "1 GiB from memory to memory, bytes read and written",
     "gather": "random 1152-byte rows out of 8192",
     "reduction": "fp32 additions into random 2304-byte rows out of 8192",
@@ -38,11 +39,11 @@ class Timing:
 
 
 def tensors(result: Any) -> list[Tensor]:
+    """Those in nested tuples, lists and dicts."""
     if isinstance(result, Tensor):
         return [result]
-    if isinstance(result, dict):
-        result = result.values()
-    return [x for part in result or () for x in tensors(part)] if not isinstance(result, (int, float, str)) else []
+    parts = result.values() if isinstance(result, dict) else result if isinstance(result, (tuple, list)) else ()
+    return [x for part in parts for x in tensors(part)]
 
 
 def result_bytes(result: Any) -> int:
@@ -121,12 +122,14 @@ class Clock:
         )
 
 
+def _product(clock: Clock, size: int, transposed: bool) -> float:
+    a, b = (torch.randn(size, size, device=clock.device, dtype=torch.bfloat16) for _ in range(2))
+    b, product = b.T if transposed else b, torch.empty_like(a)
+    return 2 * size**3 / clock.measure(lambda: torch.mm(a, b, out=product)).ms * 1e3
+
+
 def _gemm(clock: Clock) -> float:
-    a, b = (torch.randn(8192, 8192, device=clock.device, dtype=torch.bfloat16) for _ in range(2))
-    product = torch.empty_like(a)
-    for _ in range(100):  # until the clocks have settled under load
-        torch.mm(a, b, out=product)
-    return 2 * 8192**3 / clock.measure(lambda: torch.mm(a, b, out=product)).ms * 1e3
+    return max(_product(clock, size, transposed) for size in GEMM_SIZES for transposed in (False, True))
 
 
 def _copy(clock: Clock) -> float:

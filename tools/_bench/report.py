@@ -95,6 +95,7 @@ def line(record: Record) -> str:
         return f"{start}{record['status']}: {record['reason']}"
     spread = (record["ms_max"] - record["ms_min"]) / record["ms"]
     ceiling = f"{record['fraction']:.0%} {SHORT[record['bound']]}" if record["fraction"] else ""
+    rate = "" if record["tflops"] is None else f"{record['tflops']:.1f}"
     ratio = f"{record['ratio']:.2f}x" if record["ratio"] else ""
     errors = " ".join(
         f"{name} {error:.0f}" if name == "selection" else f"{name} {error:.1e}"
@@ -102,7 +103,7 @@ def line(record: Record) -> str:
     )
     return (
         f"{start}{record['ms']:10.3f}{spread:8.0%}{record['repeats']:3d}"
-        f"{record['tflops']:9.1f}{ceiling:>17s}{ratio:>9s}{mib(record['extra_bytes']):>11s}"
+        f"{rate:>9s}{ceiling:>17s}{ratio:>9s}{mib(record['extra_bytes']):>11s}"
         f"{mib(record['result_bytes']):>9s}  {'WRONG ' if record['wrong'] else ''}{errors}"
     ).rstrip()
 
