@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from csrc_tilelang._triton import on_device_of
+from csrc_tilelang._arguments import dense
+from csrc_tilelang._triton import Variants
 
 VARIANTS: list = []  # none for tools/lower_check: Triton compiles these itself
 
@@ -36,33 +37,35 @@ def add_by_key(into: Tensor, contributions: Tensor, ids: Tensor) -> None:
 
     Args:
         into [S, D]: float32, contiguous.
-        contributions [N, D]: float32, contiguous.
-        ids [N]: int32 or int64; others than 0 <= id < S are skipped.
+        contributions [N, D]: float32.
+        ids [N]: int32; others than 0 <= id < S are skipped.
     """
     keys, width = into.shape
     count = ids.shape[0]
-    if into.dtype != torch.float32 or contributions.dtype != torch.float32:
-        raise TypeError(f"add_by_key adds float32 to float32, got {contributions.dtype} to {into.dtype}")
-    if contributions.shape != (count, width) or not (into.is_contiguous() and contributions.is_contiguous()):
+    if into.dtype != torch.float32 or contributions.dtype != torch.float32 or ids.dtype != torch.int32:
+        raise TypeError(
+            f"add_by_key adds float32 to float32 by int32 ids, got {contributions.dtype}, {into.dtype}, {ids.dtype}"
+        )
+    if contributions.shape != (count, width) or not into.is_contiguous():
         raise ValueError(
             f"add_by_key takes contiguous into [S, D], contributions [N, D] and ids [N], got {tuple(into.shape)}, "
             f"{tuple(contributions.shape)} and {tuple(ids.shape)}"
         )
     if count == 0 or keys == 0 or width == 0:
         return
+    contributions = dense(contributions)
     sorted_ids, order = torch.sort(ids, stable=True)
     # starts[s] is where key s begins in sorted order, starts[S] where the last one ends
     starts = torch.searchsorted(sorted_ids, torch.arange(keys + 1, device=ids.device, dtype=ids.dtype), out_int32=True)
     blocks = triton.cdiv(width, COLUMNS)
-    sums = into  # read where a key is long, which takes more than PIECE contributions
-    with on_device_of(into):
-        if count > PIECE:
-            chunks = triton.cdiv(count, PIECE)
-            sums = torch.empty(2 * chunks, width, dtype=torch.float32, device=into.device)
-            _sum_pieces[2 * chunks, blocks](
-                sums, contributions, sorted_ids, order, starts, count, keys, width, COLUMNS, ROWS, PIECE, num_warps=1
-            )
-        _add[keys, blocks](into, sums, contributions, order, starts, width, COLUMNS, ROWS, PIECE, num_warps=1)
+    constants = width, COLUMNS, ROWS, PIECE
+    sums = contributions  # anything: it is read where a key is long, which takes more than PIECE contributions
+    if count > PIECE:
+        slots = 2 * triton.cdiv(count, PIECE)
+        sums = torch.empty(slots, width, dtype=torch.float32, device=into.device)
+        run = pieces(*constants, warps=1)[slots, blocks, 1]
+        run(sums, contributions, sorted_ids, order, starts, count, keys, *constants)
+    add(*constants, warps=1)[keys, blocks, 1](into, sums, contributions, order, starts, *constants)
 
 
 @triton.jit
@@ -117,7 +120,7 @@ def _sum_pieces(
         tl.store(sums + slot.to(tl.int64) * D + columns, total, mask=columns < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["into"])
 def _add(
     into,
     sums,
@@ -143,3 +146,7 @@ def _add(
                 slot = _slot(start, piece, PIECE).to(tl.int64)
                 total += tl.load(sums + slot * D + columns, mask=columns < D, other=0.0)
         tl.store(row, total, mask=columns < D)
+
+
+pieces = Variants(_sum_pieces, torch.float32, torch.float32, torch.int32, torch.int64, torch.int32, 1, 1)
+add = Variants(_add, torch.float32, torch.float32, torch.float32, torch.int64, torch.int32)
