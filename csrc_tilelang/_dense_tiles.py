@@ -39,8 +39,8 @@ WIDTHS = (576, 512, 192, 160, 128)
 MIB = 1 << 20
 PASSES = {**HAND_MADE, "tl.disable_thread_storage_sync": True}  # every hand-over has its barrier
 
-# A consumer thread holds, of a 128 x 128 product, 64 values: number 4 n + 2 b + c is row 64 group + 16 warp + lane / 4 +
-# 8 b, column 8 n + lane % 4 * 2 + c.
+# A consumer thread holds 64 values of a 128 x 128 product: number 4 n + 2 b + c is row 16 warp + lane / 4 + 8 b, column
+# 8 n + lane % 4 * 2 + c.
 SOURCE = r"""
 struct Bounds { int first, last; };
 
