@@ -148,7 +148,11 @@ def _gather(clock: Clock) -> float:
     ids, run = _random_rows(clock), probes.gather[(PROBE_ROWS,)]
     keys = torch.zeros(PROBE_KEYS, 288, device=clock.device, dtype=torch.int32)
     out = torch.empty(PROBE_ROWS, 288, device=clock.device, dtype=torch.int32)
-    return ids.numel() * 1152 / clock.measure(lambda: run(keys, ids, out, PROBE_IDS, probes.IDS)).ms * 1e3
+
+    def ms(step: int, warps: int) -> float:
+        return clock.measure(lambda: run(keys, ids, out, PROBE_IDS, step, num_warps=warps)).ms
+
+    return ids.numel() * 1152 / min(ms(*how) for how in probes.GATHERS) * 1e3
 
 
 def _reduction(clock: Clock) -> float:
@@ -156,7 +160,11 @@ def _reduction(clock: Clock) -> float:
 
     ids, run = _random_rows(clock), probes.reduce[(PROBE_ROWS,)]
     keys = torch.zeros(PROBE_KEYS, 576, device=clock.device)
-    return ids.numel() * 2304 / clock.measure(lambda: run(keys, ids, PROBE_IDS, probes.IDS, num_warps=8)).ms * 1e3
+
+    def ms(step: int, warps: int) -> float:
+        return clock.measure(lambda: run(keys, ids, PROBE_IDS, step, num_warps=warps)).ms
+
+    return ids.numel() * 2304 / min(ms(*how) for how in probes.REDUCTIONS) * 1e3
 
 
 def ceilings(clock: Clock) -> tuple[dict[str, float | None], list[str]]:

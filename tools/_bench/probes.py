@@ -1,12 +1,14 @@
 """Two kernels that do nothing but what bounds sparse attention: fetch rows of keys, and add to rows of keys.
 
-A program stands for one query row: it walks a list of key numbers, 16 at a time. The list's length is a multiple of 16.
+A program stands for one query row: it walks a list of key numbers, STEP at a time. The list's length is a multiple of it.
 """
 
 import triton
 import triton.language as tl
 
-IDS = 16
+# (STEP, warps) that are tried
+GATHERS = ((16, 4), (32, 8), (8, 4), (16, 8))
+REDUCTIONS = ((16, 8), (8, 4))
 
 
 @triton.jit

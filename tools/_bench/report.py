@@ -95,7 +95,7 @@ def line(record: Record) -> str:
         return f"{start}{record['status']}: {record['reason']}"
     spread = (record["ms_max"] - record["ms_min"]) / record["ms"]
     ceiling = f"{record['fraction']:.0%} {SHORT[record['bound']]}" if record["fraction"] else ""
-    rate = "" if record["tflops"] is None else f"{record['tflops']:.1f}"
+    rate = "" if record["tflops"] is None else f"{record['tflops']:.{1 if record['tflops'] >= 1 else 4}f}"
     ratio = f"{record['ratio']:.2f}x" if record["ratio"] else ""
     errors = " ".join(
         f"{name} {error:.0f}" if name == "selection" else f"{name} {error:.1e}"
