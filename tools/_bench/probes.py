@@ -1,6 +1,6 @@
 """Two kernels that do nothing but what bounds sparse attention: fetch rows of keys, and add to rows of keys.
 
-A program stands for one query row: it walks a list of key numbers, STEP at a time. The list's length is a multiple of it.
+A program stands for one query row and walks a list of key numbers, STEP at a time; STEP divides the list's length.
 """
 
 import triton
