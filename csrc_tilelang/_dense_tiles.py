@@ -501,12 +501,12 @@ class Inputs:
     def run(self, tile, normaliser: Tensor, coefficient: Tensor, out: Tensor, heads: int, start: int, rows: int):
         tile(*self.constants)(*self.tensors, normaliser, coefficient, out, *self._scalars, heads, start, rows)
 
-    def reduced(self, attention: bool) -> Tensor:
-        """[3, T]: kl, its weighted part of the loss, the indexer's normaliser; the last alone without attention."""
-        results = self.row_weight.new_empty(3, self.rows)
-        kl, part, normaliser = results.unbind()
+    def reduced(self, attention: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """kl, its weighted part of the loss and the indexer's normaliser, all [T]; the last alone without attention."""
+        kl, part, normaliser = (self.row_weight.new_empty(self.rows) for _ in range(3))
         for start, rows in chunks(self.rows, 16 * self.key_tiles):
             values = kl.new_empty(4 * self.key_tiles * rows)
             self.run(partials, kl, kl, values, self.heads if attention else 0, start, rows)
             combine()(values, self.starts, self.ends, self.row_weight, kl, part, normaliser, self.keys, start, rows)
-        return results
+            del values  # before the next chunk makes its own
+        return kl, part, normaliser

@@ -58,8 +58,8 @@ def launch(
     inputs = tiles.Inputs(
         index_q, index_k, index_weights, q, k, lse, starts, ends, softmax_scale, row_weight, relu, total_heads
     )
-    results = inputs.reduced(attention=True)
-    return results[1].sum(), results[0].clone()
+    kl, part, _ = inputs.reduced(attention=True)
+    return part.sum(), kl
 
 
 def compile_for(*, heads, index_heads, head_dim, v_dim, index_dim, dtype, device) -> str | None:

@@ -416,7 +416,7 @@ def launch(
     )
     rows, index_heads, index_width = index_q.shape
     key_tiles = inputs.key_tiles
-    normaliser = inputs.reduced(attention=False)[2]
+    _, _, normaliser = inputs.reduced(attention=False)
     coefficient = torch.where(inputs.row_weight == 0, 0, inputs.row_weight * grad_loss.float())
     clean_k = inputs.index_k.nan_to_num(0, 0, 0)
     grad_q = torch.empty_like(inputs.index_q) if need_q or need_weights else None
