@@ -38,7 +38,6 @@ OPTIONS = {**HAND_MADE, "tl.disable_thread_storage_sync": True}
 
 # What the backward shares with the forward.
 COMMON_SOURCE = r"""
-#include <cuda_bf16.h>
 // The number of 64-slot tiles up to the last valid id of a row; the whole block takes part.
 __device__ __forceinline__ int used_tiles(const int* ids, int slots, int keys, int* scratch) {
   int last = -1;

@@ -48,6 +48,7 @@ from csrc_tilelang.indexer_scores import (
 )
 
 PAD = 8  # floats after a row of gradients in shared memory
+WARP_ROWS = 16  # of a tile, that one warp holds
 WORKSPACE_BYTES = 1 << 30
 
 # What becomes of the gradients of keys.
@@ -62,28 +63,22 @@ __device__ __forceinline__ int slot_word(const int* ids, const float* grad, int 
   if (threadIdx.x < 64) return slot_id(ids, slot, slots, keys);
   return slot < slots ? __float_as_int(grad[slot]) : 0;
 }
-// From the products s of a tile: ds = grad * weight * act'(s) and dw += grad * act(s). A thread holds, of every chunk
-// of 8 heads, the heads 2 * (lane % 4) and the next, for two keys 8 rows apart; dw has two sums a chunk.
+// Turns the products s of a tile into grad * weight * act'(s), and adds grad * act(s) to dw. A thread holds, of every
+// chunk of 8 heads, the heads 2 * (lane % 4) and the next, for two keys 8 rows apart; dw has two sums a chunk.
 template <int CHUNKS, bool RELU>
-__device__ __forceinline__ void differentiate(const float* s, void* ds, float* dw, const float* weights,
-                                              const int* words) {
+__device__ __forceinline__ void differentiate(float* s, float* dw, const float* weights, const int* words) {
   int lane = threadIdx.x % 32, key = threadIdx.x / 32 * 16 + lane / 4;
-  bool valid0 = words[key] >= 0, valid1 = words[key + 8] >= 0;
-  float g0 = valid0 ? __int_as_float(words[64 + key]) : 0.f, g1 = valid1 ? __int_as_float(words[72 + key]) : 0.f;
+  bool valid[2] = {words[key] >= 0, words[key + 8] >= 0};
+  float g[2] = {valid[0] ? __int_as_float(words[64 + key]) : 0.f, valid[1] ? __int_as_float(words[72 + key]) : 0.f};
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c) {
     float2 w = *(const float2*)(weights + 8 * c + 2 * (lane % 4));
-    float d0[2], d1[2];
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      float x0 = valid0 ? s[4 * c + e] : 0.f, x1 = valid1 ? s[4 * c + 2 + e] : 0.f, weight = e ? w.y : w.x;
-      d0[e] = (RELU ? x0 <= 0.f : !valid0) ? 0.f : g0 * weight;
-      d1[e] = (RELU ? x1 <= 0.f : !valid1) ? 0.f : g1 * weight;
-      dw[2 * c + e] += g0 * (RELU ? relu_nan(x0) : x0);
-      dw[2 * c + e] += g1 * (RELU ? relu_nan(x1) : x1);
+    for (int i = 0; i < 4; ++i) {
+      float x = valid[i / 2] ? s[4 * c + i] : 0.f;
+      dw[2 * c + i % 2] += g[i / 2] * (RELU ? relu_nan(x) : x);
+      s[4 * c + i] = (RELU ? x <= 0.f : !valid[i / 2]) ? 0.f : g[i / 2] * (i % 2 ? w.y : w.x);
     }
-    ((__nv_bfloat162*)ds)[2 * c] = __floats2bfloat162_rn(d0[0], d0[1]);
-    ((__nv_bfloat162*)ds)[2 * c + 1] = __floats2bfloat162_rn(d1[0], d1[1]);
   }
 }
 // The sum for head threadIdx.x (below 8 * CHUNKS) of what differentiate left in dw; the whole block takes part.
@@ -154,6 +149,7 @@ def backward(heads: int, width: int, relu: bool, need_q: bool, keys: int) -> Any
             word = T.alloc_var("int32", init=0)
             T.annotate_layout({rows: tilelang.layout.make_linear_layout(rows)})
             tx = T.get_thread_binding()
+            lane = tx % 32
 
             for i in T.unroll(2 * chunks):
                 dw_part[i] = 0.0
@@ -184,19 +180,18 @@ def backward(heads: int, width: int, relu: bool, need_q: bool, keys: int) -> Any
                     T.wait_wgmma(0)
                     T.evaluate(
                         T.call_extern(
-                            *("handle", f"differentiate<{chunks}, {str(relu).lower()}>", s.data, ds.data, dw_part.data),
+                            *("handle", f"differentiate<{chunks}, {str(relu).lower()}>", s.data, dw_part.data),
                             T.access_ptr(ws[0], "r", wide),
                             T.access_ptr(ring[j % RING, 0], "r", 2 * TILE),
                         )
                     )
+                    T.copy(s, ds)
+                    T.sync_threads()  # everyone is done with tile j - 1: its keys, its ds, its words
                     if need_q:
                         T.copy(ds, dss)
-                    if need_k:
-                        if tx < TILE:
-                            T.evaluate(T.call_extern("handle", "rows_read"))
                     T.ptx_wait_group(STAGES - 3)
                     T.fence_proxy_async()
-                    T.sync_threads()  # ds and tile j + 1 are in shared memory, the rows of tile j - 1 have left it
+                    T.sync_threads()  # ds and tile j + 1 are in shared memory
                     if need_k:
                         T.wgmma_gemm(ds, qs, dk_rows, clear_accum=True)
                     if need_q:
@@ -209,35 +204,44 @@ def backward(heads: int, width: int, relu: bool, need_q: bool, keys: int) -> Any
                         *("int32", "slot_word", T.access_ptr(ids[t, 0], "r", K), T.access_ptr(grad[t, 0], "r", K)),
                         *((j + STAGES + 1) * TILE, K, S),
                     )
-                    T.wait_wgmma(1)
                     if need_k:
+                        T.wait_wgmma(2 if need_q else 1)
+                        # a warp holds 16 rows and sends them by itself
+                        if lane < WARP_ROWS:
+                            T.evaluate(T.call_extern("handle", "rows_read"))
+                        T.sync_warp()
                         for r, c in T.Parallel(TILE, width):
                             rows[r, c] = dk_rows[r, c]
                         T.fence_proxy_async()
-                    T.sync_threads()  # the rows are there; everyone is done with ds and tile j
-                    if need_k:
-                        if tx < TILE:
-                            row: T.int32 = ring[j % RING, tx]
+                        T.sync_warp()
+                        if lane < WARP_ROWS:
+                            own = tx // 32 * WARP_ROWS + lane
+                            row: T.int32 = ring[j % RING, own]
                             if row >= 0:
                                 if written:
                                     T.evaluate(
                                         T.call_extern(
-                                            *("handle", "write_row", T.access_ptr(dk[t, j * TILE + tx, 0], "w", width)),
-                                            *(T.access_ptr(rows[tx, 0], "r", width), width * 4),
+                                            *(
+                                                "handle",
+                                                "write_row",
+                                                T.access_ptr(dk[t, j * TILE + own, 0], "w", width),
+                                            ),
+                                            *(T.access_ptr(rows[own, 0], "r", width), width * 4),
                                         )
                                     )
                                 else:
                                     T.evaluate(
                                         T.call_extern(
                                             *("handle", "add_row", T.access_ptr(dk[row, 0], "rw", width)),
-                                            *(T.access_ptr(rows[tx, 0], "r", width), width * 4),
+                                            *(T.access_ptr(rows[own, 0], "r", width), width * 4),
                                         )
                                     )
                             T.evaluate(T.call_extern("handle", "rows_commit"))
+                    T.wait_wgmma(1)  # s alone may be under way from one round to the next: ptxas serialises otherwise
                 T.wait_wgmma(0)
                 T.ptx_wait_group(0)
                 if need_k:
-                    if tx < TILE:
+                    if lane < WARP_ROWS:
                         T.evaluate(T.call_extern("handle", "rows_read"))
             total: T.float32 = T.call_extern(
                 "float32", f"head_sum<{chunks}>", dw_part.data, T.access_ptr(sums[0], "rw", 4 * wide)
