@@ -21,6 +21,7 @@ import triton
 
 from csrc_tilelang import CompileError
 
+INTERPRETED = triton.knobs.runtime.interpret  # reading it asks the environment
 _warned = threading.Event()
 
 
@@ -35,7 +36,7 @@ class Variants:
 
     def __call__(self, *constants: Any, warps: int) -> Any:
         """The variant for the current device: takes a grid of three, then the arguments."""
-        if triton.knobs.runtime.interpret:
+        if INTERPRETED:
             return self.function
         key = torch.cuda.current_device(), constants, warps
         found = self._compiled.get(key)

@@ -1,8 +1,8 @@
 """KL of the indexer's softmax from the attention target: kl of dsa::indexer_kl, in Triton.
 
 Work       one program = one row. Up to 8192 slots, a multiple of 4, a row is read once and stays in registers, in
-           blocks of 512, 2048 or 8192 slots (2, 4 or 16 warps, 8 or 16 slots per lane) with 16-byte loads. Any other
-           row is read twice in blocks of 1024: once for its maximum and sums, once for its terms.
+           blocks of 512, 1024, 2048, 4096 or 8192 slots (16 slots per lane, 8 in the smallest) with 16-byte loads. Any
+           other row is read twice in blocks of 1024: once for its maximum and sums, once for its terms.
 Sum        kl = sum t (log t - log p), added up as sum (t d - t + p) with d = log t - log p: the same, since t and p
            both add up to one. No term of it is negative, and an error of d enters multiplied by t - p, so a small kl
            keeps its digits. For |d| < 1, where t d - t + p cancels, a term is t (d^2/2 - d^3/6 + ...).
@@ -13,7 +13,7 @@ Order      fixed by the number of slots alone.
 Budget     no memory but the registers, and a few words of shared memory for sums between warps.
 Bound      reading 12 bytes per slot.
 Limits     float32 target and scores; any T and K.
-Compiles   per variant: the three blocks, and the loop. T, K are run-time arguments.
+Compiles   per variant: the five blocks, and the loop. T, K are run-time arguments.
 """
 
 import torch
@@ -27,7 +27,7 @@ from csrc_tilelang._triton import Variants
 VARIANTS: list = []  # none for tools/lower_check: Triton compiles these itself
 
 # (slots of a block, slots of a load, whether the block holds the whole row, warps)
-WHOLE_ROWS = ((512, 4, True, 2), (2048, 4, True, 4), (8192, 4, True, 16))
+WHOLE_ROWS = ((512, 4, True, 2), (1024, 4, True, 2), (2048, 4, True, 4), (4096, 4, True, 8), (8192, 4, True, 16))
 LOOP = (1024, 1, False, 4)
 
 

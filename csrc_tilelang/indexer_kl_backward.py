@@ -10,7 +10,7 @@ Order      fixed by the number of slots alone.
 Budget     as the forward.
 Bound      reading 12 bytes and writing 4 bytes per slot.
 Limits     float32 target and scores, grad_kl of any floating dtype; any T and K.
-Compiles   per variant: the three blocks, and the loop. T, K and the stride of grad_kl are run-time arguments.
+Compiles   per variant: the five blocks, and the loop. T, K and the stride of grad_kl are run-time arguments.
 """
 
 import torch

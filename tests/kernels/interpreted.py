@@ -40,8 +40,8 @@ def draw(T, K):
 
 @pytest.mark.parametrize("K", [1, 12, 17, 40, 67])
 def test_kl_and_gradient(K):
-    target, scores, indices = draw(7, K)
-    grad_kl = torch.randn(7)
+    target, scores, indices = draw(4, K)
+    grad_kl = torch.randn(4)
     grad_kl[1] = NAN  # of a row without a valid slot
     want = oracle.indexer_kl(target, scores, indices)
     fused.assert_close(indexer_kl.launch(target, scores, indices), want, "kl", 1e-6)
