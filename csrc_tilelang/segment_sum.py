@@ -6,7 +6,7 @@ atomics, no host sync, and workspace from torch's allocator, so a CUDA graph can
 Work       a stable sort of the ids; then one program of one warp adds the contributions of one key in 128 columns, four
            neighbouring columns per lane, eight rows in flight. Offsets into rows are 64-bit.
 Order      a left fold: into[s], then the contributions of s in the order in which they stand. So cutting the
-           contributions in two, in order, and calling twice gives the same bits as calling once.
+           contributions in two, in order, and calling twice gives the same bits as calling once, long keys aside.
 Long keys  a key with more than PIECE contributions, which would keep one program busy for long, is cut into pieces of
            PIECE, each folded by itself, and the sums of the pieces are folded into `into` in order. Where its pieces
            begin depends on this key alone: the bits of a row never depend on other keys.
@@ -27,7 +27,7 @@ from csrc_tilelang._triton import Variants
 
 VARIANTS: list = []  # none for tools/lower_check: Triton compiles these itself
 
-PIECE = 4096
+PIECE = 1024
 COLUMNS = 128  # of one program
 ROWS = 8  # loads in flight per lane
 
