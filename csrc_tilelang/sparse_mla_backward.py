@@ -104,6 +104,11 @@ __device__ __forceinline__ void gradients_of_tile(float* s, float* dp, const flo
     s[i] = s[i] * share[h];
   }
 }
+__device__ __forceinline__ void four_in_order(const float* from, void* to) {
+  const float4 x = *reinterpret_cast<const float4*>(from);
+  reinterpret_cast<__nv_bfloat162*>(to)[0] = __floats2bfloat162_rn(x.x, x.y);
+  reinterpret_cast<__nv_bfloat162*>(to)[4] = __floats2bfloat162_rn(x.z, x.w);
+}
 template <int GROUPS, bool ADD>
 __device__ __forceinline__ void to_rows(float* a, float* row_0, float* row_1, bool ok_0, bool ok_1) {
   #pragma unroll
@@ -134,7 +139,7 @@ def backward(D, Dv, need_q, need_kv, per_pair):
     split = left * 64
     middle = min(256, width - split)  # of the second
     rest = width - split - middle
-    T_, H, S, K, L_, R_ = (T.dynamic(name) for name in ("T_", "H", "S", "K", "L_", "R_"))
+    T_, H, S, K, L_, M_, N_, R_ = (T.dynamic(name) for name in ("T_", "H", "S", "K", "L_", "M_", "N_", "R_"))
     bf16, f32, i32 = "bfloat16", "float32", "int32"
 
     @T.prim_func
@@ -142,12 +147,12 @@ def backward(D, Dv, need_q, need_kv, per_pair):
         q: T.Tensor((T_, H, D), bf16),
         kv: T.Tensor((S, D), bf16),
         indices: T.Tensor((T_, K), i32),
-        topk_length: T.Tensor((L_,), i32),
+        topk_length: T.Tensor((L_, M_), i32),
         out: T.Tensor((T_, H, Dv), bf16),
         grad_out: T.Tensor((T_, H, Dv), bf16),
         lse: T.Tensor((T_, H), f32),
         grad_lse: T.Tensor((T_, H), f32),
-        sink: T.Tensor((H,), f32),
+        sink: T.Tensor((N_, H), f32),
         grad_q: T.Tensor((T_, H, D), bf16),
         key_grads: T.Tensor((R_, D), f32),
         sink_grads: T.Tensor((T_, H), f32),
@@ -181,7 +186,7 @@ def backward(D, Dv, need_q, need_kv, per_pair):
             t: T.int32 = T.max(T.call_extern(i32, "quotient", b, T.ceildiv(H, HEADS)), 0)
             h0: T.int32 = T.max(T.call_extern(i32, "remainder_of", b, T.ceildiv(H, HEADS)), 0) * HEADS
             length: T.int32 = T.if_then_else(
-                has_length > 0, T.min(K, topk_length[T.max(T.if_then_else(has_length > 0, t, 0), 0)]), K
+                has_length > 0, T.min(K, topk_length[T.max(T.if_then_else(has_length > 0, t, 0), 0), 0]), K
             )
             last: T.int32 = T.call_extern(
                 i32,
@@ -264,7 +269,7 @@ def backward(D, Dv, need_q, need_kv, per_pair):
                         if (h < H) & (has_sink > 1):
                             sink_grads[t, head] = T.if_then_else(
                                 given & (last > 0),
-                                -dot[0] * T.call_extern(f32, "sigmoid", sink[head] - lse[t, head]),
+                                -dot[0] * T.call_extern(f32, "sigmoid", sink[0, head] - lse[t, head]),
                                 0.0,
                             )
                 T.ptx_commit_group()
@@ -288,7 +293,7 @@ def backward(D, Dv, need_q, need_kv, per_pair):
                             lse2[r] = lse[t, h] * LOG2E
                             share[r] = 1.0
                             if has_sink > 0:
-                                share[r] = T.call_extern(f32, "sigmoid", lse[t, h] - sink[h])
+                                share[r] = T.call_extern(f32, "sigmoid", lse[t, h] - sink[0, h])
                             offset[r] = share[r] * delta[row_of_thread]
                             if has_grad_lse > 0:
                                 offset[r] = offset[r] - grad_lse[t, h]
@@ -414,12 +419,38 @@ def backward(D, Dv, need_q, need_kv, per_pair):
     return sparse_mla_backward
 
 
+@kernel(pass_configs=HAND_MADE, tensor_core=None)
+def in_order(D):
+    """The keys' gradient in bfloat16, columns back in order: `backward` keeps a thread's four of 16 side by side."""
+    S = T.dynamic("S")
+
+    @T.prim_func
+    def columns_in_order(key_grads: T.Tensor((S, D), "float32"), grad_kv: T.Tensor((S, D), "bfloat16")):
+        with T.Kernel(T.ceildiv(S * (D // 4), 256), threads=256, prelude=SOURCE) as b:
+            four = b * 256 + T.get_thread_binding()
+            row = four // (D // 4)
+            column = four % (D // 4) * 4
+            if row < S:
+                to = column // 16 * 16 + column % 16 // 2
+                T.evaluate(
+                    T.call_extern(
+                        "handle",
+                        "four_in_order",
+                        T.access_ptr(key_grads[row, column], "r", 4),
+                        T.access_ptr(grad_kv[row, to], "w", 10),
+                    )
+                )
+
+    return columns_in_order
+
+
 VARIANTS = [
     (backward, (576, 512, True, True, False)),
     (backward, (160, 128, True, True, False)),
     (backward, (576, 512, True, True, True)),
     (backward, (576, 512, True, False, False)),
     (backward, (576, 512, False, True, False)),
+    (in_order, (576,)),
 ]
 
 
@@ -438,16 +469,17 @@ def refuse(
     need_q=True,
     need_kv=True,
     need_sink=True,
-):
+) -> str | None:
     return not_bfloat16(q=q) or not_among("(D, Dv)", (q.shape[2], d_v), WIDTHS)
 
 
-def compile_for(*, heads, index_heads, head_dim, v_dim, index_dim, dtype, device):
+def compile_for(*, heads, index_heads, head_dim, v_dim, index_dim, dtype, device) -> str | None:
     if dtype != torch.bfloat16:
         return f"the dtype is {str(dtype).removeprefix('torch.')}, the kernel takes bfloat16"
     if reason := not_among("(D, Dv)", (head_dim, v_dim), WIDTHS):
         return reason
     backward(head_dim, v_dim, True, True, torch.are_deterministic_algorithms_enabled())
+    in_order(head_dim)
     return None
 
 
@@ -467,49 +499,47 @@ def launch(
     need_kv: bool = True,
     need_sink: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rows, heads, width = q.shape
+    rows, _, width = q.shape
     need_sink = need_sink and sink is not None
-    grad_q = q.new_empty(q.shape if need_q else 0)
-    grad_sink = q.new_empty(0) if sink is None or not need_sink else sink.new_empty(sink.shape)
-    if rows == 0 or heads == 0 or kv.shape[0] == 0:
-        return grad_q.zero_(), kv.new_zeros(kv.shape if need_kv else 0), grad_sink.zero_()
-    key_grads = q.new_zeros(kv.shape if need_kv else (1, width), dtype=torch.float32)
-    sink_terms = lse.new_empty(lse.shape) if need_sink else lse
-    lse, out, q, indices = dense(lse), dense(out), dense(q), dense(indices)
-    args = (
-        q,
-        dense(kv),
-        indices,
-        dense(indices[0] if topk_length is None else topk_length),
-        out,
-        out if grad_out is None else dense(grad_out.to(torch.bfloat16)),
-        lse,
-        lse if grad_lse is None else dense(grad_lse.to(torch.float32)),
-        lse[0] if sink is None else dense(sink.to(torch.float32)),
-        grad_q if need_q else q,
-        key_grads,
-        sink_terms,
-        softmax_scale,
-        int(topk_length is not None),
-        int(grad_out is not None),
-        int(grad_lse is not None),
-        int(sink is not None) + int(need_sink),
-    )
-    if need_kv and torch.are_deterministic_algorithms_enabled():
-        _in_chunks(args, need_q)
+    # a sink alone takes the variant for queries, whose result is dropped
+    grad_q = torch.empty_like(q, memory_format=torch.contiguous_format) if need_q or not need_kv else q.new_empty(0)
+    grad_kv = torch.empty_like(kv, memory_format=torch.contiguous_format) if need_kv else kv.new_empty(0)
+    grad_sink = q.new_empty(0) if sink is None or not need_sink else sink.new_zeros(sink.shape)
+    if rows > 0 and kv.shape[0] > 0:
+        key_grads = torch.zeros(kv.shape if need_kv else (1, width), dtype=torch.float32, device=q.device)
+        sink_terms = torch.empty_like(lse, memory_format=torch.contiguous_format) if need_sink else None
+        q, indices, out, lse = dense(q), dense(indices), dense(out), dense(lse)
+        # what is absent has a stand-in of the same dtype and as many dimensions, which the kernel does not read
+        args = (
+            q,
+            dense(kv),
+            indices,
+            indices if topk_length is None else dense(topk_length)[:, None],
+            out,
+            out if grad_out is None else dense(grad_out.to(torch.bfloat16)),
+            lse,
+            lse if grad_lse is None else dense(grad_lse.to(torch.float32)),
+            lse if sink is None else dense(sink.to(torch.float32))[None],
+            grad_q if need_q or not need_kv else q,
+            key_grads,
+            lse if sink_terms is None else sink_terms,
+            softmax_scale,
+            int(topk_length is not None),
+            int(grad_out is not None),
+            int(grad_lse is not None),
+            int(sink is not None) + int(need_sink),
+        )
+        if need_kv and torch.are_deterministic_algorithms_enabled():
+            _in_chunks(args, need_q)
+        else:
+            backward(width, d_v, need_q or not need_kv, need_kv, False)(*args)
+        if need_kv:
+            in_order(width)(key_grads, grad_kv)
+        if sink_terms is not None:
+            grad_sink = sink_terms.sum(0).to(grad_sink.dtype)
     else:
-        backward(width, d_v, need_q, need_kv, False)(*args)
-    if need_sink:
-        grad_sink.copy_(sink_terms.sum(0))
-    return grad_q, _in_order(key_grads, kv.dtype) if need_kv else kv.new_empty(0), grad_sink
-
-
-def _in_order(key_grads: Tensor, dtype: torch.dtype) -> Tensor:
-    """Columns back in order: the kernel keeps the four columns that one lane holds of 16 side by side."""
-    keys, width = key_grads.shape
-    grads = key_grads.new_empty(keys, width // 16, 2, 4, 2, dtype=dtype)
-    grads.copy_(key_grads.view(keys, width // 16, 4, 2, 2).transpose(2, 3))
-    return grads.view(keys, width)
+        grad_q, grad_kv = grad_q.zero_(), grad_kv.zero_()
+    return grad_q if need_q else q.new_empty(0), grad_kv, grad_sink
 
 
 def _in_chunks(args: tuple, need_q: bool) -> None:
@@ -526,7 +556,7 @@ def _in_chunks(args: tuple, need_q: bool) -> None:
         ids = indices[part]
         if has_length:
             positions = torch.arange(slots, device=ids.device)
-            ids = torch.where(positions < length[part, None], ids, -1)
+            ids = torch.where(positions < length[part], ids, -1)
         ids = ids[:, None].expand(-1, tiles, -1).reshape(-1)
         run(
             q[part],
