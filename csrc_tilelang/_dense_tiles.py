@@ -36,6 +36,8 @@ THREADS = CONSUMERS + 128
 INDEX_HEADS = (4, 8, 16, 32, 64)
 INDEX_WIDTHS = (64, 128)
 WIDTHS = (576, 512, 192, 160, 128)
+MOST_ROWS = 32767 * BLOCK  # of a chunk: a grid is at most 65535 high
+MOST_MIB = 4096  # of a workspace: sizes are int32 in a kernel
 MIB = 1 << 20
 PASSES = {**HAND_MADE, "tl.disable_thread_storage_sync": True}  # every hand-over has its barrier
 
@@ -177,22 +179,25 @@ def panels(width: int) -> int:
     return -(-width // PANEL)
 
 
+@T.macro
+def load(source, target, barriers, at):
+    """A TMA copy by one warp, which is one arrival at its barrier."""
+    T.tma_copy(source, target, barrier=barriers[at], leader_scope_threads=32, annotations={"emit_arrive": 1})
+
+
+@T.macro
+def advance(slot: T.Ref, phase: T.Ref, ring):
+    slot = slot + 1
+    if slot == ring:
+        slot = 0
+        phase = phase ^ 1
+
+
 def tile(width: int, index_width: int, latent: bool, gradient: bool):
     rows, keys, heads, index_heads, size = (T.dynamic(name) for name in ("T_", "S", "H", "Hi", "L"))
     depth, index_depth = panels(width), panels(index_width)
     ring = 5 if latent and depth > 8 else 6
     key_buffers = max(depth, index_depth) if latent else ring
-
-    @T.macro
-    def load(source, target, barriers, at):
-        T.tma_copy(source, target, barrier=barriers[at], leader_scope_threads=32, annotations={"emit_arrive": 1})
-
-    @T.macro
-    def advance(slot: T.Ref, phase: T.Ref):
-        slot = slot + 1
-        if slot == ring:
-            slot = 0
-            phase = phase ^ 1
 
     @T.macro
     def multiply(query, key, product, full, empty, slot: T.Ref, phase: T.Ref, last_slot: T.Ref, depth):
@@ -211,7 +216,7 @@ def tile(width: int, index_width: int, latent: bool, gradient: bool):
                 T.wait_wgmma(1)
                 T.barrier_arrive(empty[last_slot])
             last_slot = slot
-            advance(slot, phase)
+            advance(slot, phase, ring)
         T.wait_wgmma(0)
         T.barrier_arrive(empty[last_slot])
 
@@ -281,7 +286,7 @@ def tile(width: int, index_width: int, latent: bool, gradient: bool):
                                     full,
                                     slot,
                                 )
-                            advance(slot, phase)
+                            advance(slot, phase, ring)
                     if latent:
                         T.barrier_wait(released[0], 0)
                         for c in T.unroll(depth):
@@ -297,7 +302,7 @@ def tile(width: int, index_width: int, latent: bool, gradient: bool):
                                     full,
                                     slot,
                                 )
-                            advance(slot, phase)
+                            advance(slot, phase, ring)
             else:
                 T.inc_max_nreg(240)
                 row = T.alloc_var("int32")
@@ -453,7 +458,7 @@ def refuse_widths(index_heads: int, index_dim: int, head_dim: int) -> str | None
 
 def chunks(rows: int, bytes_per_row: int) -> list[tuple[int, int]]:
     """First row and number of rows of the chunks, whole row tiles, that keep a workspace within the budget."""
-    step = max(BLOCK, _workspace_bytes() // bytes_per_row // BLOCK * BLOCK)
+    step = min(max(BLOCK, _workspace_bytes() // bytes_per_row // BLOCK * BLOCK), MOST_ROWS)
     return [(start, min(step, rows - start)) for start in range(0, rows, step)]
 
 
@@ -467,7 +472,7 @@ def _workspace_bytes() -> int:
         megabytes = math.nan
     if not 0 < megabytes < math.inf:
         raise ValueError(f"DSA_OPS_WORKSPACE_MB must be a positive number of MiB, got {text!r}")
-    return int(megabytes * MIB)
+    return int(min(megabytes, MOST_MIB) * MIB)
 
 
 class Inputs:

@@ -9,14 +9,15 @@ Computes   grad_index_q, grad_index_k, grad_index_weights of dsa::dense_indexer_
               `grad_keys`: grad_k[s] += sum_t,h dS index_q[t, h].
 Tiling     grad_rows: one block = 128 rows x 2 heads (64 rows of both for each of two warpgroups), keys and their dI in
            tiles of 64 through a ring that TMA fills. grad_keys: one block = 128 keys x 16 heads, transposed products
-           with 64 rows, queries through the ring, the sum in registers from a chunk's first row to its last. In both
-           dS goes from the accumulators of the first product straight into the second as its operand.
+           with 64 rows, queries through the ring, the sum in registers from a chunk's first row to its last; a head's
+           part of the sum is under way while the next one's dS is made. In both dS goes from the accumulators of the
+           first product straight into the second as its operand.
 Memory     grad_rows, Di = 128: queries 64 KiB + 3 stages of 48 KiB; two sums of 128 x 128 are 128 registers a thread.
            grad_keys: keys 32 KiB + 6 stages of 16 KiB; the sum 64, S and dI 32 registers each.
 Workspace  per row of a chunk 512 bytes per 128 keys, a copy of its index_q and its weights; within DSA_OPS_WORKSPACE_MB
-           (1 GiB). Beside it a copy of index_k and float32 sums of grad_k, one per 16 heads.
-NaN        A NaN or an infinity of index_q or index_k reaches through the scores every dI of the rows that see it. In
-           the products of step 3 it is 0, or 0 x NaN would reach rows and keys that do not see it.
+           (1 GiB). Beside it copies of index_k and of the weights, and float32 sums of grad_k, one per 16 heads.
+NaN        A NaN or an infinity of index_q, index_k or weights reaches through the scores every dI of the rows that see
+           it. In step 3 it is 0 itself, or 0 x NaN would reach rows and keys that do not see it.
 Empty      dI is exactly 0 where a row sees nothing or has weight 0; such pairs add 0 whatever their operands.
 Order      Fixed, rows and heads ascending: all three gradients are reproducible, and no bit depends on chunks.
 Compiles   per Di.
@@ -37,10 +38,14 @@ GROUP = 16  # heads of a block of grad_keys
 ROW_RING = 3
 RING = 6
 CONSUMERS = 256
+LARGEST = 3.4028234e38
 
 # dI of a 128 x 128 tile as `_dense_tiles.store_gradients` leaves it: vector n of thread x, at n * 256 + x, holds rows
 # 64 (x / 128) + 16 (x / 32 % 4) + x % 32 / 4 and 8 below, columns 8 n + x % 4 * 2 and the next.
 SOURCE = r"""
+// Operands are finite here, so a dI of exactly 0 adds 0; products that overflow are held below infinity.
+__device__ constexpr float LARGEST = 3.4028234e38f;
+
 // First and one past the last tile of keys in the span of 128 rows; one warp.
 __device__ __forceinline__ void tile_span(const int* starts, const int* ends, int row, int rows, int keys, int* span) {
   int first = keys, last = 0;
@@ -58,14 +63,14 @@ __device__ __forceinline__ void row_gradients(float* product, const float* half_
   const float4* vectors = reinterpret_cast<const float4*>(half_tile) + threadIdx.x;
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
+    if (n % 2 == 0) asm volatile("" ::: "memory");  // or all eight are read at once, and registers spill
     float4 vector = vectors[n * 256];
     float d[4] = {vector.x, vector.y, vector.z, vector.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float s = product[4 * n + j];
-      bool flat = s <= floor && d[j] == d[j];  // a NaN passes
-      sums[head * 2 + j / 2] += d[j] == 0 ? 0.f : d[j] * (s <= floor ? floor : s);
-      product[4 * n + j] = d[j] == 0 || flat ? 0.f : d[j] * (j & 2 ? high : low);
+      sums[head * 2 + j / 2] += d[j] * fminf(fmaxf(s, floor), LARGEST);
+      product[4 * n + j] = d[j] * (s > floor ? j & 2 ? high : low : 0.f);
     }
   }
 }
@@ -99,8 +104,7 @@ __device__ __forceinline__ void load_weights(float* w, const float* weights) {
 __device__ __forceinline__ void key_gradients(float* product, const float* d, float floor, const float* w) {
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
-    bool flat = product[i] <= floor && d[i] == d[i];
-    product[i] = d[i] == 0 || flat ? 0.f : d[i] * w[i / 4 * 2 + i % 2];
+    product[i] = d[i] * (product[i] > floor ? w[i / 4 * 2 + i % 2] : 0.f);
   }
 }
 """
@@ -134,19 +138,6 @@ def spans():
             )
 
     return dense_spans
-
-
-@T.macro
-def load(source, target, barriers, at):
-    T.tma_copy(source, target, barrier=barriers[at], leader_scope_threads=32, annotations={"emit_arrive": 1})
-
-
-@T.macro
-def advance(slot: T.Ref, phase: T.Ref, ring):
-    slot = slot + 1
-    if slot == ring:
-        slot = 0
-        phase = phase ^ 1
 
 
 @T.macro
@@ -211,19 +202,19 @@ def grad_rows(index_width):
                 T.dec_max_nreg(24)
                 if tx < CONSUMERS + 32:
                     for p in T.unroll(PAIR):
-                        load(index_q[row0 : row0 + BLOCK, head + p, 0:index_width], query[p, :, :], loaded, 0)
+                        tiles.load(index_q[row0 : row0 + BLOCK, head + p, 0:index_width], query[p, :, :], loaded, 0)
                     for j in T.serial((last - first) * 2):
                         T.barrier_wait(empty[slot], phase ^ 1)
                         key0: T.int32 = first * BLOCK + j * HALF
-                        load(index_k[key0 : key0 + HALF, 0:index_width], key[slot, :, :], full, slot)
+                        tiles.load(index_k[key0 : key0 + HALF, 0:index_width], key[slot, :, :], full, slot)
                         part: T.int32 = j % 2 * (HALF // 2)
-                        load(
+                        tiles.load(
                             grad_scores[row_tile, first + j // 2, part : part + HALF // 2, 0:256],
                             d[slot, :, :],
                             full,
                             slot,
                         )
-                        advance(slot, phase, ROW_RING)
+                        tiles.advance(slot, phase, ROW_RING)
             else:
                 T.inc_max_nreg(240)
                 row = row0 + tx // 32 * 16 + tx % 32 // 4
@@ -248,7 +239,7 @@ def grad_rows(index_width):
                     multiply(query, 1, key, slot, product, operand, grad_b, d, floor, b_low, b_high, sums)
                     T.wait_wgmma(0)
                     T.barrier_arrive(empty[slot])
-                    advance(slot, phase, ROW_RING)
+                    tiles.advance(slot, phase, ROW_RING)
                 for i, c in T.Parallel(BLOCK, index_width):
                     if row0 + i < rows:
                         grad_q[row0 + i, head, c] = grad_a[i, c]
@@ -267,6 +258,18 @@ def grad_rows(index_width):
                 )
 
     return dense_grad_rows
+
+
+@T.macro
+def key_step(key, query, next_slot: T.Ref, slot: T.Ref, product, operand, grad, d, w, floor):
+    """S of the next head; under way meanwhile: the last dS, in `operand`, added to the gradient."""
+    T.wgmma_gemm(
+        key, query[next_slot, :, :], product, transpose_B=True, policy=T.GemmWarpPolicy.FullRow, clear_accum=True
+    )
+    T.wgmma_gemm(operand, query[slot, :, :], grad, policy=T.GemmWarpPolicy.FullRow)
+    T.wait_wgmma(1)
+    T.evaluate(T.call_extern("handle", "key_gradients", product.data, d.data, floor, w.data))
+    T.wait_wgmma(0)
 
 
 @kernel(pass_configs=tiles.PASSES)
@@ -307,17 +310,23 @@ def grad_keys(index_width):
             if tx >= CONSUMERS:
                 T.dec_max_nreg(24)
                 if tx < CONSUMERS + 32:
-                    load(index_k[key_tile * BLOCK : key_tile * BLOCK + BLOCK, 0:index_width], key[:, :], loaded, 0)
+                    tiles.load(
+                        index_k[key_tile * BLOCK : key_tile * BLOCK + BLOCK, 0:index_width], key[:, :], loaded, 0
+                    )
                     for i in T.serial(row_tiles):
                         if (span[i, 0] <= key_tile) & (key_tile < span[i, 1]):
                             for half in T.serial(2):
                                 for h in T.serial(head0, head1):
                                     T.barrier_wait(empty[slot], phase ^ 1)
                                     row0: T.int32 = i * BLOCK + half * HALF
-                                    load(index_q[row0 : row0 + HALF, h, 0:index_width], query[slot, :, :], full, slot)
-                                    advance(slot, phase, RING)
+                                    tiles.load(
+                                        index_q[row0 : row0 + HALF, h, 0:index_width], query[slot, :, :], full, slot
+                                    )
+                                    tiles.advance(slot, phase, RING)
             else:
                 T.inc_max_nreg(240)
+                old = T.alloc_var("int32")
+                old = 0
                 for r, c in T.Parallel(BLOCK, index_width):
                     grad[r, c] = sums[group, key_tile, r, c]
                 T.barrier_wait(loaded[0], 0)
@@ -326,31 +335,34 @@ def grad_keys(index_width):
                         for half in T.serial(2):
                             tile = [T.access_ptr(grad_scores[i, key_tile, 0, 0], "r", BLOCK * BLOCK)]
                             T.evaluate(T.call_extern("handle", "load_keys", d.data, *tile, half))
-                            for h in T.serial(head0, head1):
-                                column = i * BLOCK + half * HALF + tx % 4 * 2
-                                T.evaluate(
-                                    T.call_extern(
-                                        "handle", "load_weights", w.data, T.access_ptr(weights[h, column], "r", HALF)
-                                    )
-                                )
+                            column = i * BLOCK + half * HALF + tx % 4 * 2
+                            weights_of = [T.access_ptr(weights[head0, column], "r", HALF)]
+                            T.evaluate(T.call_extern("handle", "load_weights", w.data, *weights_of))
+                            T.barrier_wait(full[slot], phase)
+                            T.wgmma_gemm(
+                                key,
+                                query[slot, :, :],
+                                product,
+                                transpose_B=True,
+                                policy=T.GemmWarpPolicy.FullRow,
+                                clear_accum=True,
+                            )
+                            T.wait_wgmma(0)
+                            T.evaluate(T.call_extern("handle", "key_gradients", product.data, d.data, floor, w.data))
+                            T.copy(product, operand)
+                            for h in T.serial(head0 + 1, head1):
+                                old = slot
+                                tiles.advance(slot, phase, RING)
+                                weights_of_next = [T.access_ptr(weights[h, column], "r", HALF)]
+                                T.evaluate(T.call_extern("handle", "load_weights", w.data, *weights_of_next))
                                 T.barrier_wait(full[slot], phase)
-                                T.wgmma_gemm(
-                                    key,
-                                    query[slot, :, :],
-                                    product,
-                                    transpose_B=True,
-                                    policy=T.GemmWarpPolicy.FullRow,
-                                    clear_accum=True,
-                                )
-                                T.wait_wgmma(0)
-                                T.evaluate(
-                                    T.call_extern("handle", "key_gradients", product.data, d.data, floor, w.data)
-                                )
+                                key_step(key, query, slot, old, product, operand, grad, d, w, floor)
+                                T.barrier_arrive(empty[old])
                                 T.copy(product, operand)
-                                T.wgmma_gemm(operand, query[slot, :, :], grad, policy=T.GemmWarpPolicy.FullRow)
-                                T.wait_wgmma(0)
-                                T.barrier_arrive(empty[slot])
-                                advance(slot, phase, RING)
+                            T.wgmma_gemm(operand, query[slot, :, :], grad, policy=T.GemmWarpPolicy.FullRow)
+                            T.wait_wgmma(0)
+                            T.barrier_arrive(empty[slot])
+                            tiles.advance(slot, phase, RING)
                 for r, c in T.Parallel(BLOCK, index_width):
                     sums[group, key_tile, r, c] = grad[r, c]
 
@@ -418,30 +430,33 @@ def launch(
     key_tiles = inputs.key_tiles
     _, _, normaliser = inputs.reduced(attention=False)
     coefficient = torch.where(inputs.row_weight == 0, 0, inputs.row_weight * grad_loss.float())
-    clean_k = inputs.index_k.nan_to_num(0, 0, 0)
+    floor = max(inputs.floor, -LARGEST)
+    clean_k, clean_weights = inputs.index_k.nan_to_num(0, 0, 0), inputs.weights.nan_to_num(0, 0, 0)
     grad_q = torch.empty_like(inputs.index_q) if need_q or need_weights else None
     grad_weights = torch.empty_like(inputs.weights) if need_q or need_weights else None
-    groups = -(-index_heads // GROUP)
-    sums = lse.new_zeros(groups, key_tiles, BLOCK, index_width) if need_k else None
-    for start, size in tiles.chunks(rows, 4 * BLOCK * key_tiles + index_heads * (2 * index_width + 4)):
-        row_tiles, stop = -(-size // BLOCK), start + size
-        span = inputs.starts.new_empty(row_tiles, 2)
+    sums = lse.new_zeros(-(-index_heads // GROUP), key_tiles, BLOCK, index_width) if need_k else None
+    chunks = tiles.chunks(rows, 4 * BLOCK * key_tiles + index_heads * (2 * index_width + 4))
+    tile_rows = -(-chunks[0][1] // BLOCK)
+    grad_scores = lse.new_empty(tile_rows, key_tiles, HALF, 256)
+    for start, size in chunks:
+        part = slice(start, start + size)
+        tiles_of_chunk = -(-size // BLOCK)
+        span = inputs.starts.new_empty(tiles_of_chunk, 2)
         spans()(inputs.starts, inputs.ends, span, inputs.keys, start)
-        grad_scores = lse.new_empty(row_tiles, key_tiles, HALF, 256)
-        inputs.run(tiles.gradients, normaliser, coefficient, grad_scores.view(-1), inputs.heads, start, size)
-        clean_q = inputs.index_q[start:stop].nan_to_num(0, 0, 0)
+        scores = grad_scores[:tiles_of_chunk]
+        inputs.run(tiles.gradients, normaliser, coefficient, scores.view(-1), inputs.heads, start, size)
+        clean_q = inputs.index_q[part].nan_to_num(0, 0, 0)
         if grad_q is not None:
-            weights = inputs.weights[start:stop]
-            grads = grad_q[start:stop], grad_weights[start:stop]
-            grad_rows(index_width)(clean_q, clean_k, weights, span, grad_scores, *grads, inputs.floor)
-        if need_k:
-            weights = lse.new_zeros(index_heads, row_tiles * BLOCK)
-            weights[:, :size] = inputs.weights[start:stop].t()
-            grad_keys(index_width)(clean_q, clean_k, weights, span, grad_scores, sums, inputs.floor)
-    nothing = index_q.new_empty(0)
+            operands = clean_q, clean_k, clean_weights[part], span, scores
+            grad_rows(index_width)(*operands, grad_q[part], grad_weights[part], floor)
+        if sums is not None:
+            weights = lse.new_zeros(index_heads, tiles_of_chunk * BLOCK)
+            weights[:, :size] = clean_weights[part].t()
+            grad_keys(index_width)(clean_q, clean_k, weights, span, scores, sums, floor)
+        del clean_q  # before the next chunk makes its own
     return (
-        grad_q if need_q else nothing,
-        sums.sum(0).view(-1, index_width)[: inputs.keys].to(index_k.dtype) if need_k else nothing,
+        grad_q if need_q else index_q.new_empty(0),
+        sums.sum(0).view(-1, index_width)[: inputs.keys].to(index_k.dtype) if need_k else index_k.new_empty(0),
         grad_weights.to(index_weights.dtype) if need_weights else index_weights.new_empty(0),
     )
 

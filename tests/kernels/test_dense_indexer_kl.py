@@ -111,24 +111,29 @@ def check(args, grad_loss=None):
     grad_loss = torch.tensor(0.7, device="cuda") if grad_loss is None else grad_loss
     want_loss, want_kl, want, baseline = reference(args, grad_loss)
     with fused.fused():
-        loss, kl = op(args)
-        grads = grads_of(args, grad_loss)
-    # terms as large as the entropies cancel in a divergence: they set what float32 can give
-    distance, room = (kl.double() - want_kl).norm().item(), 1e-6 * kl.shape[0] ** 0.5
-    assert distance <= 1e-5 * want_kl.norm().item() + room, distance
-    assert abs(loss.item() - want_loss.item()) <= 1e-5 * (args["row_weight"].double() * want_kl).abs().sum() + 1e-6
-    if not want[0].any():
-        return [loss, kl, *grads]
-    fused.assert_as_good(grads[0], baseline[0], want[0], "index_q")
-    fused.assert_as_good(grads[1], baseline[1], want[1], "index_k")
-    fused.assert_as_good(grads[2], want[2].to(grads[2].dtype), want[2], "index_weights")
+        results = (*op(args), *grads_of(args, grad_loss))
     with fused.unfused():
         others = (*op(args), *grads_of(args, grad_loss))
-    for name, mine, other in zip(("loss", "kl", *GRADIENTS), (loss, kl, *grads), others, strict=True):
+    for name, mine, other in zip(("loss", "kl", *GRADIENTS), results, others, strict=True):
         assert mine.dtype == other.dtype and mine.shape == other.shape and mine.is_contiguous(), name
-        if name in GRADIENTS:
-            fused.assert_as_good(mine, other, want[GRADIENTS.index(name)], f"{name} and unfused")
-    return [loss, kl, *grads]
+    loss, kl, *grads = results
+
+    def distance(kl):
+        return (kl.double() - want_kl).norm().item()
+
+    # float32 logits of size 30 have errors of 1e-5; a divergence is what is left of terms as large as the entropies
+    allowed = max(1e-5 * want_kl.norm().item() + 1e-6 * kl.shape[0] ** 0.5, 2 * distance(others[1]))
+    assert distance(kl) <= allowed, (distance(kl), allowed)
+    weight = args["row_weight"].double()
+    assert (loss - want_loss).abs() <= 1e-5 * (weight * want_kl).abs().sum() + allowed * weight.norm()
+    if args["k"].shape[0] == 1:  # both distributions are 1: what is left is rounding
+        assert all(grad.abs().amax() < 1e-5 for grad in grads)
+        return results
+    for name, mine, other, true in zip(GRADIENTS, grads, others[2:], want, strict=True):
+        fused.assert_as_good(mine, other, true, f"{name} and unfused")
+    for name, mine, rounded, true in zip(GRADIENTS, grads, baseline, want[:2], strict=False):
+        fused.assert_as_good(mine, rounded, true, name)
+    return results
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -200,7 +205,7 @@ def test_nan_stays_where_it_is_seen():
             args[name][at] = torch.nan
             after = (*op(args), *grads_of(args, grad_loss))
         rows = seen[:, 200] if at == 200 else torch.arange(300, device="cuda") == 100
-        keys = seen[rows].any(0)
+        keys = torch.arange(413, device="cuda") == 200 if name == "k" else seen[rows].any(0)
         assert after[0].isnan() and after[1][rows].isnan().all(), name
         assert after[2][rows].flatten(1).isnan().any(1).all() and after[3][keys].isnan().any(1).all(), name
         for i, touched in ((1, rows), (2, rows), (3, keys), (4, rows)):
