@@ -121,6 +121,10 @@ def gather(k, ks, ring, j, width, tx):
     T.ptx_commit_group()
 
 
+def slot_id(ids: Any, t: Any, slot: Any, K: Any, S: Any) -> Any:
+    return T.call_extern("int32", "slot_id", T.access_ptr(ids[t, 0], "r", K), slot, K, S)
+
+
 @kernel(pass_configs=OPTIONS)
 def forward(heads: int, width: int, relu: bool) -> Any:
     wide = max(LEAST_HEADS, heads)
@@ -151,12 +155,8 @@ def forward(heads: int, width: int, relu: bool) -> Any:
             if tiles > 0:
                 if tx < TILE:
                     for i in T.unroll(STAGES):
-                        ring[i, tx] = T.call_extern(
-                            "int32", "slot_id", T.access_ptr(ids[t, 0], "r", K), i * TILE + tx, K, S
-                        )
-                    next_id = T.call_extern(
-                        "int32", "slot_id", T.access_ptr(ids[t, 0], "r", K), STAGES * TILE + tx, K, S
-                    )
+                        ring[i, tx] = slot_id(ids, t, i * TILE + tx, K, S)
+                    next_id = slot_id(ids, t, STAGES * TILE + tx, K, S)
                 if tx < wide:
                     ws[tx] = T.if_then_else(tx < heads, weights[t, T.min(tx, heads - 1)], 0.0)
                 load_queries(q, qs, t, heads, wide, width, tx)
@@ -171,9 +171,7 @@ def forward(heads: int, width: int, relu: bool) -> Any:
                     gather(k, ks, ring, j + STAGES - 1, width, tx)
                     if tx < TILE:
                         ring[(j + STAGES) % RING, tx] = next_id
-                        next_id = T.call_extern(
-                            "int32", "slot_id", T.access_ptr(ids[t, 0], "r", K), (j + STAGES + 1) * TILE + tx, K, S
-                        )
+                        next_id = slot_id(ids, t, (j + STAGES + 1) * TILE + tx, K, S)
                     T.wait_wgmma(0)
                     T.evaluate(
                         T.call_extern(

@@ -48,7 +48,6 @@ from csrc_tilelang.indexer_scores import (
 )
 
 PAD = 8  # floats after a row of gradients in shared memory
-WARP_ROWS = 16  # of a tile, that one warp holds
 WORKSPACE_BYTES = 1 << 30
 
 # What becomes of the gradients of keys.
@@ -97,19 +96,33 @@ __device__ __forceinline__ float head_sum(const float* dw, float* sums) {
   const float* own = sums + threadIdx.x % (8 * CHUNKS);
   return (own[0] + own[8 * CHUNKS]) + (own[16 * CHUNKS] + own[24 * CHUNKS]);
 }
-__device__ __forceinline__ void add_row(float* to, const float* from, int bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-               :: "l"(to), "r"((unsigned)__cvta_generic_to_shared(from)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void write_row(float* to, const float* from, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-               :: "l"(to), "r"((unsigned)__cvta_generic_to_shared(from)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void rows_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until the rows that this thread sent have been read from shared memory.
 __device__ __forceinline__ void rows_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// A warp sends the 16 rows of a tile that it holds: added to dk[id], or written to dk[slot].
+template <int WIDTH, bool ADD>
+__device__ __forceinline__ void send_rows(float* dk, const float* rows, const int* ids, int first) {
+  int row = threadIdx.x / 32 * 16 + threadIdx.x % 32;
+  if (threadIdx.x % 32 < 16) {
+    if (ids[row] >= 0) {
+      unsigned from = (unsigned)__cvta_generic_to_shared(rows + row * (WIDTH + 8));
+      float* to = dk + (long long)(ADD ? ids[row] : first + row) * WIDTH;
+      if (ADD)
+        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+                     :: "l"(to), "r"(from), "n"(WIDTH * 4) : "memory");
+      else
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                     :: "l"(to), "r"(from), "n"(WIDTH * 4) : "memory");
+    }
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  }
+}
 """
 )
+
+
+def slot_word(ids: Any, grad: Any, t: Any, first: Any, K: Any, S: Any) -> Any:
+    row = T.access_ptr(ids[t, 0], "r", K), T.access_ptr(grad[t, 0], "r", K)
+    return T.call_extern("int32", "slot_word", *row, first, K, S)
 
 
 @kernel(pass_configs=OPTIONS)
@@ -149,7 +162,6 @@ def backward(heads: int, width: int, relu: bool, need_q: bool, keys: int) -> Any
             word = T.alloc_var("int32", init=0)
             T.annotate_layout({rows: tilelang.layout.make_linear_layout(rows)})
             tx = T.get_thread_binding()
-            lane = tx % 32
 
             for i in T.unroll(2 * chunks):
                 dw_part[i] = 0.0
@@ -160,10 +172,7 @@ def backward(heads: int, width: int, relu: bool, need_q: bool, keys: int) -> Any
             )
             if tiles > 0:
                 for i in T.unroll(STAGES + 1):
-                    word = T.call_extern(
-                        *("int32", "slot_word", T.access_ptr(ids[t, 0], "r", K), T.access_ptr(grad[t, 0], "r", K)),
-                        *(i * TILE, K, S),
-                    )
+                    word = slot_word(ids, grad, t, i * TILE, K, S)
                     if i < STAGES:
                         ring[i, tx] = word
                 if tx < wide:
@@ -200,49 +209,30 @@ def backward(heads: int, width: int, relu: bool, need_q: bool, keys: int) -> Any
                     T.wgmma_gemm(ks[(j + 1) % STAGES, :, :], qs, s, transpose_B=True, clear_accum=True)
                     gather(k, ks, ring, j + STAGES - 1, width, tx)
                     ring[(j + STAGES) % RING, tx] = word
-                    word = T.call_extern(
-                        *("int32", "slot_word", T.access_ptr(ids[t, 0], "r", K), T.access_ptr(grad[t, 0], "r", K)),
-                        *((j + STAGES + 1) * TILE, K, S),
-                    )
+                    word = slot_word(ids, grad, t, (j + STAGES + 1) * TILE, K, S)
                     if need_k:
                         T.wait_wgmma(2 if need_q else 1)
-                        # a warp holds 16 rows and sends them by itself
-                        if lane < WARP_ROWS:
-                            T.evaluate(T.call_extern("handle", "rows_read"))
+                        T.evaluate(T.call_extern("handle", "rows_read"))
                         T.sync_warp()
-                        for r, c in T.Parallel(TILE, width):
+                        for r, c in T.Parallel(TILE, width):  # a warp has 16 rows, and sends them by itself
                             rows[r, c] = dk_rows[r, c]
                         T.fence_proxy_async()
                         T.sync_warp()
-                        if lane < WARP_ROWS:
-                            own = tx // 32 * WARP_ROWS + lane
-                            row: T.int32 = ring[j % RING, own]
-                            if row >= 0:
-                                if written:
-                                    T.evaluate(
-                                        T.call_extern(
-                                            *(
-                                                "handle",
-                                                "write_row",
-                                                T.access_ptr(dk[t, j * TILE + own, 0], "w", width),
-                                            ),
-                                            *(T.access_ptr(rows[own, 0], "r", width), width * 4),
-                                        )
-                                    )
-                                else:
-                                    T.evaluate(
-                                        T.call_extern(
-                                            *("handle", "add_row", T.access_ptr(dk[row, 0], "rw", width)),
-                                            *(T.access_ptr(rows[own, 0], "r", width), width * 4),
-                                        )
-                                    )
-                            T.evaluate(T.call_extern("handle", "rows_commit"))
+                        T.evaluate(
+                            T.call_extern(
+                                "handle",
+                                f"send_rows<{width}, {str(not written).lower()}>",
+                                T.access_ptr(dk[t, 0, 0] if written else dk[0, 0], "rw", width),
+                                T.access_ptr(rows[0, 0], "r", TILE * (width + PAD)),
+                                T.access_ptr(ring[j % RING, 0], "r", TILE),
+                                j * TILE,
+                            )
+                        )
                     T.wait_wgmma(1)  # s alone may be under way from one round to the next: ptxas serialises otherwise
                 T.wait_wgmma(0)
                 T.ptx_wait_group(0)
                 if need_k:
-                    if lane < WARP_ROWS:
-                        T.evaluate(T.call_extern("handle", "rows_read"))
+                    T.evaluate(T.call_extern("handle", "rows_read"))
             total: T.float32 = T.call_extern(
                 "float32", f"head_sum<{chunks}>", dw_part.data, T.access_ptr(sums[0], "rw", 4 * wide)
             )
