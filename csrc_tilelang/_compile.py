@@ -78,6 +78,9 @@ TARGET = {"kind": "cuda", "arch": "sm_90a"}
 HAND_MADE = {"tl.disable_safe_memory_legalize": True}
 
 
+_tracing = threading.Lock()  # TileLang reads a factory's program into state of its own
+
+
 class Kernel:
     """A factory with its compile options. Calling it with constants gives the compiled kernel, ready to launch."""
 
@@ -87,7 +90,7 @@ class Kernel:
         self.tensor_core = tensor_core
         self._factory = factory
         self._compiled: dict[tuple, Callable[..., None]] = {}
-        self._compiling = threading.Lock()
+        self._compiling: dict[tuple, threading.Lock] = {}  # variants compile side by side
         self.__doc__ = factory.__doc__
 
     def prim_func(self, *constants: Any) -> Any:
@@ -99,10 +102,12 @@ class Kernel:
         return self._first_call(constants) if found is None else found
 
     def _first_call(self, constants: tuple) -> Callable[..., None]:
-        with self._compiling:
+        with self._compiling.setdefault(constants, threading.Lock()):
             if constants not in self._compiled:
                 with _one_process(f"{self.name}{constants}"):
-                    self._compiled[constants] = _compile(self.name, self.prim_func(*constants), self.pass_configs)
+                    with _tracing:
+                        prim_func = self.prim_func(*constants)
+                    self._compiled[constants] = _compile(self.name, prim_func, self.pass_configs)
             return self._compiled[constants]
 
 
