@@ -1,7 +1,7 @@
 """dsa::indexer_topk: index scores of a chunk of rows, then an exact selection among them.
 
 `indexer_logits` writes the scores of a chunk of query rows and of the keys they see, `select_topk` reads them and
-writes the results; both files say how. The scores stand in a workspace [chunk, S], S rounded up to 128, of at most
+writes the results; both files say how. The scores stand in a workspace [chunk, S], S rounded up to 256, of at most
 DSA_OPS_WORKSPACE_MB (1 GiB), at least those of one block of rows: 256 / Hi. Results have the same bits whatever the
 chunk, since neither kernel mixes rows.
 
@@ -46,7 +46,10 @@ def launch(
     if rows == 0 or keys == 0:
         return indices.fill_(-1), scores.fill_(-torch.inf)
     q, k, starts, ends = dense(q).view(rows * heads, width), dense(k), dense(starts), dense(ends)
-    weights = dense(weights if weights.dtype == torch.float32 else weights.float()).view(-1)
+    if weights.dtype != torch.float32:
+        weights = weights.float()
+        workspace -= 4 * weights.numel()
+    weights = dense(weights).view(-1)
     block_rows = COLUMNS // heads
     pitch = -(-keys // KEYS) * KEYS
     chunk = max(1, min(workspace // (4 * pitch * block_rows), -(-rows // block_rows))) * block_rows
