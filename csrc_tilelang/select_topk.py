@@ -3,17 +3,18 @@
 Computes   one block serves one row t: its visible keys are starts[t] <= s < ends[t], clamped to [0, S]. Of these it
            selects the min(topk, visible) highest scores: ties to the lower key, -0.0 equal to +0.0, NaN highest, -inf
            lowest but selected. Writes keys and scores in ascending order of the keys, then -1 and -inf.
-How        a radix selection. A score becomes an unsigned number whose order is the order of selection. Three passes
-           over the row count its upper 11, the next 11 and the last 10 bits, each among the scores that agree in the
-           bits before, and find the bin in which the topk-th score lies. That gives the topk-th score exactly, and how
-           many scores equal to it are selected. They end early where a bin is selected whole. One more pass writes what
-           is higher and the first of the equal ones. Nothing is collected on the way, so there is no limit on
-           candidates: any distribution takes the same passes. Rows that select all they see are copied.
-Tiling     512 threads, 16-byte loads. The first pass brings the row from memory, the others find it in L1 or L2.
-           The last rows begin first: under a causal mask they are the longest.
-Memory     8 KiB of shared memory for the counts. No workspace.
+How        a radix selection. A score becomes an unsigned number whose order is the order of selection. Its upper 11, the
+           next 11 and the last 10 bits are counted in turn, each among the scores that agree in the bits before, and
+           give the bin in which the topk-th score lies: in the end that score exactly, and how many scores equal to it
+           are selected. It ends early where a bin is selected whole. A last pass over the row writes what is higher and
+           the first of the equal ones. Rows that select all they see are copied.
+           After the first count the scores of its bin, if at most 4096, are gathered in shared memory and counted there;
+           else the row is read again for each count. So any distribution is selected exactly, only more slowly.
+Tiling     512 threads, 8 scores each at a time. The first pass brings the row from memory, the others find it in L1 or
+           L2. The last rows begin first: under a causal mask they are the longest.
+Memory     24 KiB of shared memory, 8 for counts and 16 for the gathered scores; 39 registers. No workspace.
 Limits     S < 2**31; any topk, any number of rows.
-Bounds     scores outside a row's bounds have no effect, whatever they hold; a 16-byte load may touch those beside them.
+Bounds     scores outside a row's bounds have no effect, whatever they hold; a load may touch the 7 on either side.
 Order      which scores are selected does not depend on the order in which threads count; positions are prefix sums.
 Compiles   once.
 """
