@@ -10,7 +10,8 @@ Tiling     keys are the rows of a product and (query row, head) its columns, so 
            The last rows begin first: under a causal mask they are the longest. Where there are few rows, `parts`
            blocks share the tiles of one.
 Memory     q 64 KiB + 2 x 64 KiB of keys at Di = 128, and 1 KiB of weights, read anew for every product so that the 64
-           products of a thread leave room in its 112 registers.
+           products of a thread leave room in its 112 registers. A block starts with 96 a thread; the fetching
+           warpgroup falls to 32, which is just what the other four need: 5 x 96 = 32 + 4 x 112.
 Limits     Hi in {4, 8, 16, 32, 64}, Di in {64, 128}.
 Bounds     starts and ends are read on the device and clamped to [0, S]. Rows and keys past the last are zeros.
 Order      a thread adds its heads in ascending order; four neighbours are added in pairs. It depends on nothing but Hi.

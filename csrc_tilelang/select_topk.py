@@ -3,13 +3,13 @@
 Computes   one block serves one row t: its visible keys are starts[t] <= s < ends[t], clamped to [0, S]. Of these it
            selects the min(topk, visible) highest scores: ties to the lower key, -0.0 equal to +0.0, NaN highest, -inf
            lowest but selected. Writes keys and scores in ascending order of the keys, then -1 and -inf.
-How        a radix selection. A score becomes an unsigned number whose order is the order of selection. Its upper 11, the
-           next 11 and the last 10 bits are counted in turn, each among the scores that agree in the bits before, and
-           give the bin in which the topk-th score lies: in the end that score exactly, and how many scores equal to it
-           are selected. It ends early where a bin is selected whole. A last pass over the row writes what is higher and
-           the first of the equal ones. Rows that select all they see are copied.
-           After the first count the scores of its bin, if at most 4096, are gathered in shared memory and counted there;
-           else the row is read again for each count. So any distribution is selected exactly, only more slowly.
+How        a radix selection. A score becomes an unsigned number whose order is the order of selection. Its upper 11,
+           the next 11 and the last 10 bits are counted in turn, each among the scores that agree in the bits before,
+           and give the bin in which the topk-th score lies: in the end that score exactly, and how many scores equal to
+           it are selected. It ends early where a bin is selected whole. A last pass over the row writes what is higher
+           and the first of the equal ones. Rows that select all they see are copied.
+           After the first count the scores of its bin, if at most 4096, are gathered in shared memory and counted
+           there; else the row is read again for each count. So any distribution is selected exactly, some in less time.
 Tiling     512 threads, 8 scores each at a time. The first pass brings the row from memory, the others find it in L1 or
            L2. The last rows begin first: under a causal mask they are the longest.
 Memory     24 KiB of shared memory, 8 for counts and 16 for the gathered scores; 39 registers. No workspace.
