@@ -31,7 +31,10 @@ def truth(case, low=False):
     lse = logits.logsumexp(-1).where(filled[:, None], 0)
     norm = lse if sink is None else torch.logaddexp(lse, sink.to(dtype))
     p, p_lse = (logits - norm[..., None]).exp(), (logits - lse[..., None]).exp()
-    out = torch.einsum("thk,tkd->thd", p, keys[..., :d_v])
+    if low and case["out"] is not None:
+        out = case["out"].where(filled[:, None, None], 0)
+    else:
+        out = torch.einsum("thk,tkd->thd", rounded(p).to(dtype), keys[..., :d_v])
     grad_logits, grad_sink = torch.zeros_like(p), None if sink is None else torch.zeros_like(sink, dtype=dtype)
     if (grad_out := case["grad_out"]) is not None:
         grad_out = grad_out.to(torch.bfloat16).to(dtype).where(filled[:, None, None], 0)
@@ -151,7 +154,7 @@ def test_long_rows(widths):
 @pytest.mark.parametrize("need_sink", [True, False])
 @pytest.mark.parametrize("sink", [True, False])
 def test_only_what_is_needed(need_q, need_kv, need_sink, sink):
-    case, grads, _ = draw(sink=sink)
+    case, grads, _ = draw(widths=(160, 128), sink=sink)
     got = run(case, need_q=need_q, need_kv=need_kv, need_sink=need_sink)
     assert [g.numel() > 0 for g in got] == [need_q, need_kv, need_sink and sink]
     check(got, case, [g if need else None for g, need in zip(grads, (need_q, need_kv, need_sink), strict=True)])
@@ -247,7 +250,7 @@ def test_rows_do_not_depend_on_each_other():
     assert torch.equal(whole[7:12], run(part)[0])
 
 
-@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("widths", [(576, 512), (160, 128)])
 def test_deterministic(widths, monkeypatch):
     from csrc_tilelang import sparse_mla_backward
 
@@ -266,7 +269,7 @@ def test_deterministic(widths, monkeypatch):
 
 @pytest.mark.parametrize("forward, backward", [("unfused", "tilelang"), ("auto", "unfused"), ("auto", "tilelang")])
 def test_autograd_over_backends(forward, backward):
-    case, grads, _ = draw(30, 200, 12, 100)
+    case, grads, _ = draw(60, 300, 96, 100)
     leaves = [case[name].clone().requires_grad_() for name in ("q", "kv", "sink")]
     with dsa_ops.backend(forward):
         out, lse = torch.ops.dsa.sparse_mla(
@@ -274,7 +277,7 @@ def test_autograd_over_backends(forward, backward):
         )
     with dsa_ops.backend(backward):
         torch.autograd.backward([out, lse], [case["grad_out"], case["grad_lse"]])
-    check([x.grad for x in leaves], case, grads)
+    check([x.grad for x in leaves], dict(case, out=None), grads)  # out is what that forward made of it
 
 
 def test_more_than_2_to_the_31_elements():
