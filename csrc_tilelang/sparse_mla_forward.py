@@ -7,7 +7,8 @@ Computes   one item is a query row with up to 64 heads: logits of 64 keys at a t
 Threads    four warpgroups. `softmax` holds the queries, forms logits and weights. Two output groups add weights times
            values, each for half of the columns. The last one gathers keys by 16-byte cp.async, 8 threads a row. The
            gathering group runs ahead into the next item, whose queries it brings first, as if they were a tile of
-           keys.
+           keys. An output group holds back its last panel until the logits of the next tile are done, so that the
+           tensor cores have work during that tile's softmax.
 Tiles      64 heads x 64 keys: the least that a warpgroup's wgmma takes, and the most for which everything fits. Keys
            lie in a ring of panels of 64 keys x 128 columns (64 for Dv = 128); a panel is free again once the output
            group that owns its columns is done with it, 2.75 tiles in flight. For D = 576 the weights take the place
@@ -39,6 +40,7 @@ from csrc_tilelang._compile import HAND_MADE, kernel
 HEADS = 64  # heads of one tile: the rows of a warpgroup's product
 KEYS = 64  # keys of one tile
 TILES = 3  # tiles in flight
+GROUP, WARPS = 128, 4  # threads and warps of a warpgroup
 WIDTHS = ((576, 512), (512, 512), (160, 128))
 
 CUDA = r"""
@@ -194,31 +196,165 @@ __device__ __forceinline__ void store(const float* x, float a, float b, int head
   }
 }
 
+// One arrival for a warp: of all its threads' work so far.
+__device__ __forceinline__ void arrive(void* barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0)
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
+                 ::"r"((unsigned)__cvta_generic_to_shared(barrier)) : "memory");
+}
+
 }  // namespace forward
 """
+
+
+def _call(function: str, *args: object) -> None:
+    T.evaluate(T.call_extern("handle", f"forward::{function}", *args))
+
+
+def _arrive(barrier: object) -> None:
+    _call("arrive", T.access_ptr(barrier, "rw"))
 
 
 @kernel(pass_configs=HAND_MADE | {"tl.disable_thread_storage_sync": True})
 def sparse_mla_forward(width, v_width):
     """One compilation for all numbers of heads, lengths and scales."""
-    R, S, H, K = T.dynamic("R"), T.dynamic("S"), T.dynamic("H"), T.dynamic("K")
+    R, S, H, K, L, B = (T.dynamic(name) for name in ("R", "S", "H", "K", "L", "B"))
     bf16 = "bfloat16"
-    tail = width - v_width  # columns that are key only
-    tail_width = tail or 64
-    PANEL = 128 if v_width == 512 else 64
-    panels = tuple(range(v_width // PANEL))
-    held = 3 if v_width == 512 else 2  # panels of queries in registers, the rest in shared memory
-    RING = 11 if v_width == 512 else 8
-    own = tuple(range(len(panels) // 2))  # panels of one output warpgroup
-    regs = PANEL // 2  # accumulators of a thread for a panel
+    tail = width - v_width  # columns that are key but not value
+    tail_width = tail or KEYS
+    panel, ring, held = (128, 11, 3) if v_width == 512 else (64, 8, 2)
+    panels = tuple(range(v_width // panel))
+    own = panels[: len(panels) // 2]  # panels of one output group
+
+    @T.macro
+    def advance(index: T.Ref, parity: T.Ref, size):
+        index += 1
+        if index == size:
+            index = 0
+            parity ^= 1
+
+    @T.macro
+    def begin(
+        item,
+        block,
+        blocks,
+        has_length,
+        length,
+        row: T.Ref,
+        first: T.Ref,
+        used: T.Ref,
+        tiles: T.Ref,
+    ):
+        """The row, first head, number of slots in use and number of tiles of a block's item."""
+        row = T.truncdiv(block + item * blocks, T.truncdiv(H + HEADS - 1, HEADS))
+        first = (block + item * blocks - row * T.truncdiv(H + HEADS - 1, HEADS)) * HEADS  # noqa: F841
+        used = K
+        if has_length != 0:
+            used = T.min(length[row, 0], K)
+        tiles = T.max(T.truncdiv(used + KEYS - 1, KEYS), 1)  # noqa: F841
+
+    @T.macro
+    def outputs(
+        group,
+        items,
+        block,
+        blocks,
+        has_length,
+        length,
+        keys,
+        weights,
+        valid,
+        alpha,
+        factor,
+        weighed,
+        scored,
+        free,
+        done,
+        out,
+        thread,
+        row: T.Ref,
+        first: T.Ref,
+        used: T.Ref,
+        tiles: T.Ref,
+        tile: T.Ref,
+        turn: T.Ref,
+    ):
+        T.inc_max_nreg(160)
+        acc = [T.alloc_fragment((HEADS, panel), "float32") for _ in own]
+        slots = T.alloc_local((len(own),), "int32")
+        for c in own:
+            slots[c] = group * len(own) + c
+        upper, lower = T.alloc_var("float32"), T.alloc_var("float32")
+        for item in T.serial(items):
+            begin(item, block, blocks, has_length, length, row, first, used, tiles)
+            for c in own:
+                T.clear(acc[c])
+            for j in T.serial(tiles + 1):
+                T.barrier_wait(weighed[tile], turn)
+                low: T.uint32 = valid[tile, 0]
+                high: T.uint32 = valid[tile, 1]
+                if (j > 0) & ((low | high) != 0):
+                    for c in own:
+                        _call(
+                            f"rescale<{panel // 2}>",
+                            acc[c].data,
+                            T.access_ptr(alpha[tile, 0], "r", HEADS),
+                        )
+                    T.fence_proxy_async()
+                    for c in own:
+                        if c == own[-1]:
+                            if j < tiles:  # leaves the tensor cores something to do during the next tile's softmax
+                                T.barrier_wait(
+                                    scored[T.if_then_else(tile == TILES - 1, 0, tile + 1)],
+                                    T.if_then_else(tile == TILES - 1, turn ^ 1, turn),
+                                )
+                        T.wgmma_gemm(
+                            weights[tile, :, :],
+                            keys[slots[c], :, :],
+                            acc[c],
+                            policy=T.GemmWarpPolicy.FullRow,
+                        )
+                    for c in own[:-1]:
+                        T.wait_wgmma(len(own) - 1 - c)
+                        _arrive(free[slots[c]])
+                    T.wait_wgmma(0)
+                else:
+                    for c in own[:-1]:
+                        _arrive(free[slots[c]])
+                _arrive(free[slots[own[-1]]])
+                if j == tiles:
+                    upper = factor[tile, thread // 32 % 4 * 16 + thread % 32 // 4]
+                    lower = factor[tile, thread // 32 % 4 * 16 + thread % 32 // 4 + 8]
+                _arrive(done[tile])
+                advance(tile, turn, TILES)
+                for c in own:
+                    slots[c] += len(panels)
+                    if slots[c] >= ring:
+                        slots[c] -= ring
+            for c in own:
+                to = T.access_ptr(
+                    out[row, first, (group * len(own) + c) * panel],
+                    "w",
+                    HEADS * v_width,
+                )
+                _call(
+                    f"store<{panel // 2}>",
+                    acc[c].data,
+                    upper,
+                    lower,
+                    H - first,
+                    v_width,
+                    to,
+                )
 
     @T.prim_func
     def sparse_mla_forward(
         q: T.Tensor((R, H, width), bf16),
         kv: T.Tensor((S, width), bf16),
         indices: T.Tensor((R, K), "int32"),
-        length: T.Tensor((R,), "int32"),
-        sink: T.Tensor((H,), "float32"),
+        length: T.Tensor((R, L), "int32"),  # its first column
+        sink: T.Tensor((B, H), "float32"),  # its first row
         out: T.Tensor((R, H, v_width), bf16),
         lse: T.Tensor((R, H), "float32"),
         scale: T.float32,  # with log2(e)
@@ -227,45 +363,35 @@ def sparse_mla_forward(width, v_width):
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=512, prelude=CUDA) as block:
-            ring = T.alloc_shared((RING, KEYS, PANEL), bf16)
+            keys = T.alloc_shared((ring, KEYS, panel), bf16)
             tails = T.alloc_shared((TILES, KEYS, tail_width), bf16)
             weights = tails if tail == KEYS else T.alloc_shared((TILES, HEADS, KEYS), bf16)
+            q_rest = T.alloc_shared((HEADS, panel), bf16)
             q_tail = T.alloc_shared((HEADS, tail_width), bf16)
-            q_rest = T.alloc_shared((HEADS, PANEL), bf16)
-            valid = T.alloc_shared((TILES, 2), "uint32")
+            valid = T.alloc_shared((TILES, 2), "uint32")  # a bit for each key of a tile
             alpha = T.alloc_shared((TILES, HEADS), "float32")
             factor = T.alloc_shared((TILES, HEADS), "float32")
-            filled = T.alloc_barrier([129] * RING)
-            free = T.alloc_barrier([128] * RING)
-            weighed = T.alloc_barrier([128] * TILES)
-            done = T.alloc_barrier([256] * TILES)
+            filled = T.alloc_barrier([GROUP + 1] * ring)
+            free = T.alloc_barrier([WARPS] * ring)
+            weighed = T.alloc_barrier([WARPS] * TILES)
+            scored = T.alloc_barrier([WARPS] * TILES)
+            done = T.alloc_barrier([2 * WARPS] * TILES)
             thread = T.get_thread_binding()
-            head_tiles = T.alloc_var("int32")
+            row, first = T.alloc_var("int32"), T.alloc_var("int32")
+            used, tiles = T.alloc_var("int32"), T.alloc_var("int32")
+            tile, turn = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
+            slot, lap = T.alloc_var("int32", init=0), T.alloc_var("int32", init=0)
             items = T.alloc_var("int32")
-            row = T.alloc_var("int32")
-            first = T.alloc_var("int32")
-            used = T.alloc_var("int32")
-            count = T.alloc_var("int32")
-            tile = T.alloc_var("int32", init=0)
-            turn = T.alloc_var("int32", init=0)
-            slot = T.alloc_var("int32", init=0)
-            lap = T.alloc_var("int32", init=0)
-            head_tiles = T.truncdiv(H + HEADS - 1, HEADS)
-            items = T.truncdiv(R * head_tiles - block + blocks - 1, blocks)
+            items = T.truncdiv(R * T.truncdiv(H + HEADS - 1, HEADS) - block + blocks - 1, blocks)
 
-            if thread < 128:
+            if thread < GROUP:
                 T.inc_max_nreg(160)
-                q_held = [T.alloc_fragment((HEADS, PANEL), bf16) for _ in range(held)]
+                q_held = [T.alloc_fragment((HEADS, panel), bf16) for _ in range(held)]
                 logits = T.alloc_fragment((HEADS, KEYS), "float32")
                 m = T.alloc_local((2,), "float32")
                 total = T.alloc_local((2,), "float32")
                 for item in T.serial(items):
-                    row = T.truncdiv(block + item * blocks, head_tiles)
-                    first = (block + item * blocks - row * head_tiles) * HEADS
-                    used = K
-                    if has_length != 0:
-                        used = T.min(length[row], K)
-                    count = T.max(T.truncdiv(used + KEYS - 1, KEYS), 1)
+                    begin(item, block, blocks, has_length, length, row, first, used, tiles)
                     m[0] = -T.infinity("float32")
                     m[1] = -T.infinity("float32")
                     total[0] = 0.0
@@ -273,25 +399,20 @@ def sparse_mla_forward(width, v_width):
                     for c in panels:
                         T.barrier_wait(filled[slot], lap)
                         if c < held:
-                            T.copy(ring[slot, :, :], q_held[c])
+                            T.copy(keys[slot, :, :], q_held[c])
                         else:
-                            for h, d in T.Parallel(HEADS, PANEL):
-                                q_rest[h, d] = ring[slot, h, d]
-                        slot += 1
-                        if slot == RING:
-                            slot = 0
-                            lap ^= 1
+                            for h, d in T.Parallel(HEADS, panel):
+                                q_rest[h, d] = keys[slot, h, d]
+                        advance(slot, lap, ring)
                     if tail:
-                        for h, d in T.Parallel(HEADS, tail_width):
+                        for h, d in T.Parallel(HEADS, tail):
                             q_tail[h, d] = tails[tile, h, d]
                     T.fence_proxy_async()
-                    T.sync_threads(8, 128)
-                    T.barrier_arrive(weighed[tile])
-                    tile += 1
-                    if tile == TILES:
-                        tile = 0
-                        turn ^= 1
-                    for j in T.serial(count):
+                    T.sync_threads(8, GROUP)
+                    _arrive(scored[tile])
+                    _arrive(weighed[tile])
+                    advance(tile, turn, TILES)
+                    for j in T.serial(tiles):
                         T.barrier_wait(filled[slot], lap)
                         low: T.uint32 = valid[tile, 0]
                         high: T.uint32 = valid[tile, 1]
@@ -302,226 +423,105 @@ def sparse_mla_forward(width, v_width):
                                 T.fence_proxy_async()
                                 T.wgmma_gemm(
                                     q_held[c] if c < held else q_rest,
-                                    ring[slot, :, :],
+                                    keys[slot, :, :],
                                     logits,
                                     transpose_B=True,
                                     policy=T.GemmWarpPolicy.FullRow,
                                     clear_accum=c == 0,
                                 )
-                                slot += 1
-                                if slot == RING:
-                                    slot = 0
-                                    lap ^= 1
+                                advance(slot, lap, ring)
                             if tail:
                                 T.wgmma_gemm(
-                                    q_tail, tails[tile, :, :], logits, transpose_B=True, policy=T.GemmWarpPolicy.FullRow
+                                    q_tail,
+                                    tails[tile, :, :],
+                                    logits,
+                                    transpose_B=True,
+                                    policy=T.GemmWarpPolicy.FullRow,
                                 )
                             T.wait_wgmma(0)
-                            T.evaluate(
-                                T.call_extern(
-                                    "handle",
-                                    "forward::weigh",
-                                    logits.data,
-                                    m.data,
-                                    total.data,
-                                    low,
-                                    high,
-                                    scale,
-                                    T.access_ptr(alpha[tile, 0], "w", HEADS),
-                                    T.access_ptr(weights[tile, 0, 0], "w", HEADS * KEYS),
-                                )
+                            _arrive(scored[tile])
+                            _call(
+                                "weigh",
+                                logits.data,
+                                m.data,
+                                total.data,
+                                low,
+                                high,
+                                scale,
+                                T.access_ptr(alpha[tile, 0], "w", HEADS),
+                                T.access_ptr(weights[tile, 0, 0], "w", HEADS * KEYS),
                             )
                             T.fence_proxy_async()
                         else:
                             for _ in panels:
                                 T.barrier_wait(filled[slot], lap)
-                                slot += 1
-                                if slot == RING:
-                                    slot = 0
-                                    lap ^= 1
-                        if j == count - 1:
-                            T.evaluate(
-                                T.call_extern(
-                                    "handle",
-                                    "forward::finish",
-                                    m.data,
-                                    total.data,
-                                    T.access_ptr(sink[first], "r", HEADS),
-                                    has_sink,
-                                    H - first,
-                                    T.access_ptr(factor[tile, 0], "w", HEADS),
-                                    T.access_ptr(lse[row, first], "w", HEADS),
-                                )
-                            )
-                        T.barrier_arrive(weighed[tile])
-                        tile += 1
-                        if tile == TILES:
-                            tile = 0
-                            turn ^= 1
-            elif thread < 256:
-                T.inc_max_nreg(160)
-                acc = [T.alloc_fragment((HEADS, PANEL), "float32") for _ in own]
-                scale_a = T.alloc_var("float32")
-                scale_b = T.alloc_var("float32")
-                slot = 0 * len(own)
-                for item in T.serial(items):
-                    row = T.truncdiv(block + item * blocks, head_tiles)
-                    first = (block + item * blocks - row * head_tiles) * HEADS
-                    used = K
-                    if has_length != 0:
-                        used = T.min(length[row], K)
-                    count = T.max(T.truncdiv(used + KEYS - 1, KEYS), 1)
-                    for c in own:
-                        T.clear(acc[c])
-                    T.barrier_wait(weighed[tile], turn)
-                    for c in own:
-                        T.barrier_arrive(free[T.if_then_else(slot + c >= RING, slot + c - RING, slot + c)])
-                    T.barrier_arrive(done[tile])
-                    tile += 1
-                    if tile == TILES:
-                        tile = 0
-                        turn ^= 1
-                    slot += len(panels)
-                    if slot >= RING:
-                        slot -= RING
-                    for j in T.serial(count):
-                        T.barrier_wait(weighed[tile], turn)
-                        low: T.uint32 = valid[tile, 0]
-                        high: T.uint32 = valid[tile, 1]
-                        if (low | high) != 0:
-                            for c in own:
-                                T.evaluate(
-                                    T.call_extern(
-                                        "handle",
-                                        f"forward::rescale<{regs}>",
-                                        acc[c].data,
-                                        T.access_ptr(alpha[tile, 0], "r", HEADS),
-                                    )
-                                )
-                            T.fence_proxy_async()
-                            for c in own:
-                                T.wgmma_gemm(
-                                    weights[tile, :, :],
-                                    ring[T.if_then_else(slot + c >= RING, slot + c - RING, slot + c), :, :],
-                                    acc[c],
-                                    policy=T.GemmWarpPolicy.FullRow,
-                                )
-                            for c in own[:-1]:
-                                T.wait_wgmma(len(own) - 1 - c)
-                                T.barrier_arrive(free[T.if_then_else(slot + c >= RING, slot + c - RING, slot + c)])
-                            T.wait_wgmma(0)
-                        else:
-                            for c in own[:-1]:
-                                T.barrier_arrive(free[T.if_then_else(slot + c >= RING, slot + c - RING, slot + c)])
-                        T.barrier_arrive(
-                            free[T.if_then_else(slot + own[-1] >= RING, slot + own[-1] - RING, slot + own[-1])]
-                        )
-                        if j == count - 1:
-                            scale_a = factor[tile, thread // 32 % 4 * 16 + thread % 32 // 4]
-                            scale_b = factor[tile, thread // 32 % 4 * 16 + thread % 32 // 4 + 8]
-                        T.barrier_arrive(done[tile])
-                        tile += 1
-                        if tile == TILES:
-                            tile = 0
-                            turn ^= 1
-                        slot += len(panels)
-                        if slot >= RING:
-                            slot -= RING
-                    for c in own:
-                        T.evaluate(
-                            T.call_extern(
-                                "handle",
-                                f"forward::store<{regs}>",
-                                acc[c].data,
-                                scale_a,
-                                scale_b,
+                                advance(slot, lap, ring)
+                            _arrive(scored[tile])
+                        if j == tiles - 1:
+                            _call(
+                                "finish",
+                                m.data,
+                                total.data,
+                                T.access_ptr(sink[0, first], "r", HEADS),
+                                has_sink,
                                 H - first,
-                                v_width,
-                                T.access_ptr(out[row, first, (0 * len(own) + c) * PANEL], "w", HEADS * v_width),
+                                T.access_ptr(factor[tile, 0], "w", HEADS),
+                                T.access_ptr(lse[row, first], "w", HEADS),
                             )
-                        )
-            elif thread < 384:
-                T.inc_max_nreg(160)
-                acc = [T.alloc_fragment((HEADS, PANEL), "float32") for _ in own]
-                scale_a = T.alloc_var("float32")
-                scale_b = T.alloc_var("float32")
-                slot = 1 * len(own)
-                for item in T.serial(items):
-                    row = T.truncdiv(block + item * blocks, head_tiles)
-                    first = (block + item * blocks - row * head_tiles) * HEADS
-                    used = K
-                    if has_length != 0:
-                        used = T.min(length[row], K)
-                    count = T.max(T.truncdiv(used + KEYS - 1, KEYS), 1)
-                    for c in own:
-                        T.clear(acc[c])
-                    T.barrier_wait(weighed[tile], turn)
-                    for c in own:
-                        T.barrier_arrive(free[T.if_then_else(slot + c >= RING, slot + c - RING, slot + c)])
-                    T.barrier_arrive(done[tile])
-                    tile += 1
-                    if tile == TILES:
-                        tile = 0
-                        turn ^= 1
-                    slot += len(panels)
-                    if slot >= RING:
-                        slot -= RING
-                    for j in T.serial(count):
-                        T.barrier_wait(weighed[tile], turn)
-                        low: T.uint32 = valid[tile, 0]
-                        high: T.uint32 = valid[tile, 1]
-                        if (low | high) != 0:
-                            for c in own:
-                                T.evaluate(
-                                    T.call_extern(
-                                        "handle",
-                                        f"forward::rescale<{regs}>",
-                                        acc[c].data,
-                                        T.access_ptr(alpha[tile, 0], "r", HEADS),
-                                    )
-                                )
-                            T.fence_proxy_async()
-                            for c in own:
-                                T.wgmma_gemm(
-                                    weights[tile, :, :],
-                                    ring[T.if_then_else(slot + c >= RING, slot + c - RING, slot + c), :, :],
-                                    acc[c],
-                                    policy=T.GemmWarpPolicy.FullRow,
-                                )
-                            for c in own[:-1]:
-                                T.wait_wgmma(len(own) - 1 - c)
-                                T.barrier_arrive(free[T.if_then_else(slot + c >= RING, slot + c - RING, slot + c)])
-                            T.wait_wgmma(0)
-                        else:
-                            for c in own[:-1]:
-                                T.barrier_arrive(free[T.if_then_else(slot + c >= RING, slot + c - RING, slot + c)])
-                        T.barrier_arrive(
-                            free[T.if_then_else(slot + own[-1] >= RING, slot + own[-1] - RING, slot + own[-1])]
-                        )
-                        if j == count - 1:
-                            scale_a = factor[tile, thread // 32 % 4 * 16 + thread % 32 // 4]
-                            scale_b = factor[tile, thread // 32 % 4 * 16 + thread % 32 // 4 + 8]
-                        T.barrier_arrive(done[tile])
-                        tile += 1
-                        if tile == TILES:
-                            tile = 0
-                            turn ^= 1
-                        slot += len(panels)
-                        if slot >= RING:
-                            slot -= RING
-                    for c in own:
-                        T.evaluate(
-                            T.call_extern(
-                                "handle",
-                                f"forward::store<{regs}>",
-                                acc[c].data,
-                                scale_a,
-                                scale_b,
-                                H - first,
-                                v_width,
-                                T.access_ptr(out[row, first, (1 * len(own) + c) * PANEL], "w", HEADS * v_width),
-                            )
-                        )
+                        _arrive(weighed[tile])
+                        advance(tile, turn, TILES)
+            elif thread < 2 * GROUP:
+                outputs(
+                    0,
+                    items,
+                    block,
+                    blocks,
+                    has_length,
+                    length,
+                    keys,
+                    weights,
+                    valid,
+                    alpha,
+                    factor,
+                    weighed,
+                    scored,
+                    free,
+                    done,
+                    out,
+                    thread,
+                    row,
+                    first,
+                    used,
+                    tiles,
+                    tile,
+                    turn,
+                )
+            elif thread < 3 * GROUP:
+                outputs(
+                    1,
+                    items,
+                    block,
+                    blocks,
+                    has_length,
+                    length,
+                    keys,
+                    weights,
+                    valid,
+                    alpha,
+                    factor,
+                    weighed,
+                    scored,
+                    free,
+                    done,
+                    out,
+                    thread,
+                    row,
+                    first,
+                    used,
+                    tiles,
+                    tile,
+                    turn,
+                )
             else:
                 T.dec_max_nreg(32)
                 p: T.int32 = thread - 384
@@ -530,12 +530,7 @@ def sparse_mla_forward(width, v_width):
                 high_id = T.alloc_var("int32")
                 ids = T.alloc_local((4,), "int32")
                 for item in T.serial(items):
-                    row = T.truncdiv(block + item * blocks, head_tiles)
-                    first = (block + item * blocks - row * head_tiles) * HEADS
-                    used = K
-                    if has_length != 0:
-                        used = T.min(length[row], K)
-                    count = T.max(T.truncdiv(used + KEYS - 1, KEYS), 1)
+                    begin(item, block, blocks, has_length, length, row, first, used, tiles)
                     low_id = -1
                     high_id = -1
                     if lane < used:
@@ -548,44 +543,35 @@ def sparse_mla_forward(width, v_width):
                     T.barrier_wait(done[tile], turn ^ 1)
                     for c in panels:
                         T.barrier_wait(free[slot], lap ^ 1)
-                        T.evaluate(
-                            T.call_extern(
-                                "handle",
-                                f"forward::gather<{PANEL}, {width * 2}>",
-                                T.access_ptr(ring[slot, 0, 0], "w", KEYS * PANEL),
-                                T.access_ptr(q[row, first, c * PANEL], "r", width),
-                                ids.data,
-                            )
+                        _call(
+                            f"gather<{panel}, {width * 2}>",
+                            T.access_ptr(keys[slot, 0, 0], "w", KEYS * panel),
+                            T.access_ptr(q[row, first, c * panel], "r", width),
+                            ids.data,
                         )
                         if tail:
                             if c == panels[-1]:
-                                T.evaluate(
-                                    T.call_extern(
-                                        "handle",
-                                        f"forward::gather<{tail}, {width * 2}>",
-                                        T.access_ptr(tails[tile, 0, 0], "w", KEYS * tail_width),
-                                        T.access_ptr(q[row, first, v_width], "r", width),
-                                        ids.data,
-                                    )
+                                _call(
+                                    f"gather<{tail}, {width * 2}>",
+                                    T.access_ptr(tails[tile, 0, 0], "w", KEYS * tail),
+                                    T.access_ptr(q[row, first, v_width], "r", width),
+                                    ids.data,
                                 )
                         T.cp_async_barrier_noinc(filled[slot])
                         if p == 0:
                             T.barrier_arrive(filled[slot])
-                        slot += 1
-                        if slot == RING:
-                            slot = 0
-                            lap ^= 1
-                    tile += 1
-                    if tile == TILES:
-                        tile = 0
-                        turn ^= 1
-                    for j in T.serial(count):
+                        advance(slot, lap, ring)
+                    advance(tile, turn, TILES)
+                    for j in T.serial(tiles):
                         low: T.uint32 = T.Cast("uint32", T.ballot((low_id >= 0) & (low_id < S)))
                         high: T.uint32 = T.Cast("uint32", T.ballot((high_id >= 0) & (high_id < S)))
                         low_id = T.if_then_else(low_id < S, low_id, -1)
                         high_id = T.if_then_else(high_id < S, high_id, -1)
                         for i in T.unroll(4):
-                            ids[i] = T.shfl_sync(T.if_then_else(i < 2, low_id, high_id), i % 2 * 16 + p // 8)
+                            ids[i] = T.shfl_sync(
+                                T.if_then_else(i < 2, low_id, high_id),
+                                i % 2 * 16 + p // 8,
+                            )
                         low_id = -1
                         high_id = -1
                         if (j + 1) * KEYS + lane < used:
@@ -599,37 +585,25 @@ def sparse_mla_forward(width, v_width):
                         for c in panels:
                             T.barrier_wait(free[slot], lap ^ 1)
                             if (low | high) != 0:
-                                T.evaluate(
-                                    T.call_extern(
-                                        "handle",
-                                        f"forward::gather<{PANEL}, {width * 2}>",
-                                        T.access_ptr(ring[slot, 0, 0], "w", KEYS * PANEL),
-                                        T.access_ptr(kv[0, c * PANEL], "r", width),
-                                        ids.data,
-                                    )
+                                _call(
+                                    f"gather<{panel}, {width * 2}>",
+                                    T.access_ptr(keys[slot, 0, 0], "w", KEYS * panel),
+                                    T.access_ptr(kv[0, c * panel], "r", width),
+                                    ids.data,
                                 )
                                 if tail:
                                     if c == panels[-1]:
-                                        T.evaluate(
-                                            T.call_extern(
-                                                "handle",
-                                                f"forward::gather<{tail}, {width * 2}>",
-                                                T.access_ptr(tails[tile, 0, 0], "w", KEYS * tail_width),
-                                                T.access_ptr(kv[0, v_width], "r", width),
-                                                ids.data,
-                                            )
+                                        _call(
+                                            f"gather<{tail}, {width * 2}>",
+                                            T.access_ptr(tails[tile, 0, 0], "w", KEYS * tail),
+                                            T.access_ptr(kv[0, v_width], "r", width),
+                                            ids.data,
                                         )
                             T.cp_async_barrier_noinc(filled[slot])
                             if p == 0:
                                 T.barrier_arrive(filled[slot])
-                            slot += 1
-                            if slot == RING:
-                                slot = 0
-                                lap ^= 1
-                        tile += 1
-                        if tile == TILES:
-                            tile = 0
-                            turn ^= 1
+                            advance(slot, lap, ring)
+                        advance(tile, turn, TILES)
 
     return sparse_mla_forward
 
@@ -670,16 +644,19 @@ def launch(
     if rows == 0 or kv.shape[0] == 0:
         return out.zero_(), lse.fill_(-math.inf)
     if softmax_scale <= 0:  # the kernel takes the largest product for the largest logit
-        q, softmax_scale = q * (0.0 if softmax_scale == 0 else -1.0), -softmax_scale or 1.0
+        q, softmax_scale = (
+            q * (0.0 if softmax_scale == 0 else -1.0),
+            -softmax_scale or 1.0,
+        )
     indices = dense(indices)
-    # an argument that is not given is a tensor of the same shape that the kernel does not read
+    # for an argument that is not given stands a tensor that the kernel does not read
     has_length, has_sink = topk_length is not None, sink is not None
     sparse_mla_forward(width, d_v)(
         dense(q),
         dense(kv),
         indices,
-        dense(topk_length) if has_length else indices.view(-1)[:rows],
-        dense(sink.float()) if has_sink else lse[0],
+        dense(topk_length)[:, None] if has_length else indices,
+        dense(sink.float())[None] if has_sink else lse,
         out,
         lse,
         softmax_scale * math.log2(math.e),
