@@ -38,9 +38,10 @@ OPTIONS = {**HAND_MADE, "tl.disable_thread_storage_sync": True}
 
 # What the backward shares with the forward.
 COMMON_SOURCE = r"""
-// The number of 64-slot tiles up to the last valid id of a row; the whole block takes part.
+// The number of 64-slot tiles up to the last valid id of a row; the whole block takes part and meets at a barrier.
 __device__ __forceinline__ int used_tiles(const int* ids, int slots, int keys, int* scratch) {
   int last = -1;
+#pragma unroll 8  // so that this many loads are under way
   for (int j = threadIdx.x; j < slots; j += 128)
     if ((unsigned)ids[j] < (unsigned)keys) last = j;
   last = __reduce_max_sync(~0u, last);
@@ -147,20 +148,20 @@ def forward(heads: int, width: int, relu: bool) -> Any:
             scratch = T.alloc_shared((4,), "int32")
             s = T.alloc_fragment((TILE, wide), "float32")
             tx = T.get_thread_binding()
-            next_id = T.alloc_var("int32")
+            next_id = T.alloc_var("int32", init=-1)
 
-            tiles: T.int32 = T.call_extern(
+            # everything that the first tile waits for is asked for at once
+            if tx < TILE:
+                for i in T.unroll(STAGES):
+                    ring[i, tx] = slot_id(ids, t, i * TILE + tx, K, S)
+                next_id = slot_id(ids, t, STAGES * TILE + tx, K, S)
+            if tx < wide:
+                ws[tx] = T.if_then_else(tx < heads, weights[t, T.min(tx, heads - 1)], 0.0)
+            load_queries(q, qs, t, heads, wide, width, tx)
+            tiles: T.int32 = T.call_extern(  # and a barrier
                 "int32", "used_tiles", T.access_ptr(ids[t, 0], "r", K), K, S, T.access_ptr(scratch[0], "rw", 4)
             )
             if tiles > 0:
-                if tx < TILE:
-                    for i in T.unroll(STAGES):
-                        ring[i, tx] = slot_id(ids, t, i * TILE + tx, K, S)
-                    next_id = slot_id(ids, t, STAGES * TILE + tx, K, S)
-                if tx < wide:
-                    ws[tx] = T.if_then_else(tx < heads, weights[t, T.min(tx, heads - 1)], 0.0)
-                load_queries(q, qs, t, heads, wide, width, tx)
-                T.sync_threads()
                 for i in T.unroll(STAGES - 1):
                     gather(k, ks, ring, i, width, tx)
                 for j in T.serial(tiles):
@@ -185,7 +186,8 @@ def forward(heads: int, width: int, relu: bool) -> Any:
                             K,
                         )
                     )
-                T.ptx_wait_group(0)
+            T.ptx_commit_group()
+            T.ptx_wait_group(0)
             T.evaluate(T.call_extern("handle", "fill_empty", T.access_ptr(scores[t, 0], "w", K), tiles * TILE, K))
 
     return indexer_scores

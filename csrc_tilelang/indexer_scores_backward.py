@@ -11,8 +11,8 @@ Tiling     one block = one query row with all its heads; slots in tiles of 64, k
            three tiles in shared memory; s of the next tile is computed while the rows of this one are handed over.
            Two blocks an SM: one computes while the other waits.
 grad_k     a tile's rows go through shared memory (padded by 8 floats, so that no two stores of a warp meet a bank) to
-           row-wise bulk reductions into a float32 accumulator [S, Di], cast by torch at the end. They set the pace:
-           Di * 4 bytes a slot at what L2 adds up. Order of the sum: as it happens.
+           row-wise bulk reductions into a float32 accumulator [S, Di], cast by torch at the end. Order of the sum: as
+           it happens.
            Deterministic (torch.use_deterministic_algorithms): the rows are written instead, for as many query rows as
            fit 1 GiB, and added up key by key in the order of the slots (segment_sum.py).
 Memory     at Hi = 64, Di = 128: q 16 KiB + keys 48 + ds 8 + rows 34 + 4 = 110 KiB shared; 250 registers a thread, of
@@ -23,6 +23,7 @@ Empty ids  are not read and nothing is added for them; their ds is 0 by selectio
 Order      of grad_q: tiles ascending, slots inside the product. Of grad_weights: slots ascending in a thread, then over
            the 8 lanes and 4 warps that share a head.
 Compiles   per (Hi, Di, relu, which gradients, added or written); T, S, K are run-time arguments.
+Bound      the reductions, Di * 4 bytes a slot: alone they take 9/10 of the kernel's time at Hi = 64, Di = 128.
 """
 
 from typing import Any
@@ -167,18 +168,18 @@ def backward(heads: int, width: int, relu: bool, need_q: bool, keys: int) -> Any
                 dw_part[i] = 0.0
             if need_q:
                 T.clear(dq_transposed)
-            tiles: T.int32 = T.call_extern(
+            # everything that the first tile waits for is asked for at once
+            for i in T.unroll(STAGES + 1):
+                word = slot_word(ids, grad, t, i * TILE, K, S)
+                if i < STAGES:
+                    ring[i, tx] = word
+            if tx < wide:
+                ws[tx] = T.if_then_else(tx < heads, weights[t, T.min(tx, heads - 1)], 0.0)
+            load_queries(q, qs, t, heads, wide, width, tx)
+            tiles: T.int32 = T.call_extern(  # and a barrier
                 "int32", "used_tiles", T.access_ptr(ids[t, 0], "r", K), K, S, T.access_ptr(scratch[0], "rw", 4)
             )
             if tiles > 0:
-                for i in T.unroll(STAGES + 1):
-                    word = slot_word(ids, grad, t, i * TILE, K, S)
-                    if i < STAGES:
-                        ring[i, tx] = word
-                if tx < wide:
-                    ws[tx] = T.if_then_else(tx < heads, weights[t, T.min(tx, heads - 1)], 0.0)
-                load_queries(q, qs, t, heads, wide, width, tx)
-                T.sync_threads()
                 for i in T.unroll(STAGES - 1):
                     gather(k, ks, ring, i, width, tx)
                 T.ptx_wait_group(STAGES - 2)
@@ -230,9 +231,10 @@ def backward(heads: int, width: int, relu: bool, need_q: bool, keys: int) -> Any
                         )
                     T.wait_wgmma(1)  # s alone may be under way from one round to the next: ptxas serialises otherwise
                 T.wait_wgmma(0)
-                T.ptx_wait_group(0)
                 if need_k:
                     T.evaluate(T.call_extern("handle", "rows_read"))
+            T.ptx_commit_group()
+            T.ptx_wait_group(0)
             total: T.float32 = T.call_extern(
                 "float32", f"head_sum<{chunks}>", dw_part.data, T.access_ptr(sums[0], "rw", 4 * wide)
             )

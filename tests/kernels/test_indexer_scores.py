@@ -108,7 +108,7 @@ def pick(values):
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda s: "T{}-S{}-K{}".format(*s))
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_is_right_for_a_drawn_case(size, seed):
     """Amid poison, with weights and incoming gradients of several dtypes; the unfused ops are held to the same."""
     heads, width, relu = pick(VARIANTS)
@@ -184,7 +184,7 @@ def test_no_rows_and_no_keys():
 
 @pytest.mark.parametrize("layout", ["transposed", "sliced", "expanded"])
 def test_strided_inputs(layout):
-    case = draw(50, 300, 77, 32, 64)
+    case = draw(50, 300, 77, 32, 128)
     strided = {name: inputs.relayout(x, layout) for name, x in case.items()}
     case = {name: x.contiguous() for name, x in strided.items()}
     check(run(strided, True), case, True)
