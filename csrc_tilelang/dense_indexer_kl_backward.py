@@ -447,8 +447,8 @@ def launch(
         inputs.run(tiles.gradients, normaliser, coefficient, scores.view(-1), inputs.heads, start, size)
         clean_q = inputs.index_q[part].nan_to_num(0, 0, 0)
         if grad_q is not None:
-            operands = clean_q, clean_k, clean_weights[part], span, scores
-            grad_rows(index_width)(*operands, grad_q[part], grad_weights[part], floor)
+            grads = grad_q[part], grad_weights[part]
+            grad_rows(index_width)(clean_q, clean_k, clean_weights[part], span, scores, *grads, floor)
         if sums is not None:
             weights = lse.new_zeros(index_heads, tiles_of_chunk * BLOCK)
             weights[:, :size] = clean_weights[part].t()
