@@ -66,13 +66,15 @@ SOURCE = (
     + r"""
 // Scores of one tile from its products, into a row of the output. A thread holds, of every chunk of 8 heads, the heads
 // 2 * (lane % 4) and the next, for two keys 8 rows apart.
-template <int CHUNKS, bool RELU>
+// Heads that fill up a product are left out: an infinite key would make them NaN.
+template <int HEADS, bool RELU>
 __device__ __forceinline__ void write_scores(const float* s, const float* weights, const int* ids, float* out,
                                              int first, int slots) {
   int lane = threadIdx.x % 32, key = threadIdx.x / 32 * 16 + lane / 4;
   float sum0 = 0.f, sum1 = 0.f;
 #pragma unroll
-  for (int c = 0; c < CHUNKS; ++c) {
+  for (int c = 0; c < (HEADS + 7) / 8; ++c) {
+    if (HEADS % 8 && 8 * c + 2 * (lane % 4) >= HEADS) continue;
     float2 w = *(const float2*)(weights + 8 * c + 2 * (lane % 4));
     const float* x = s + 4 * c;
     sum0 += w.x * (RELU ? relu_nan(x[0]) : x[0]);
@@ -129,7 +131,6 @@ def slot_id(ids: Any, t: Any, slot: Any, K: Any, S: Any) -> Any:
 @kernel(pass_configs=OPTIONS)
 def forward(heads: int, width: int, relu: bool) -> Any:
     wide = max(LEAST_HEADS, heads)
-    chunks = wide // 8
     T_, S, K = T.dynamic("T_"), T.dynamic("S"), T.dynamic("K")
 
     @T.prim_func
@@ -177,7 +178,7 @@ def forward(heads: int, width: int, relu: bool) -> Any:
                     T.evaluate(
                         T.call_extern(
                             "handle",
-                            f"write_scores<{chunks}, {str(relu).lower()}>",
+                            f"write_scores<{heads}, {str(relu).lower()}>",
                             s.data,
                             T.access_ptr(ws[0], "r", wide),
                             T.access_ptr(ring[j % RING, 0], "r", TILE),

@@ -176,7 +176,8 @@ def test_bits_of_a_row_depend_on_it_alone(K):
         assert torch.equal(kl[some], ops.indexer_kl(target[some], scores[some], indices[some]))
 
 
-def test_more_than_2_31_elements():
+def test_more_than_2_31_elements(gpu_memory):
+    gpu_memory(60)
     T, K = (1 << 31) // 2048 + 100, 2048
     target, scores = torch.rand(T, K, device="cuda"), torch.zeros(T, K, device="cuda")
     indices = torch.zeros(1, K, dtype=torch.int32, device="cuda").expand(T, K).contiguous()

@@ -155,6 +155,14 @@ def test_nan_and_infinity_of_keys_in_use_surface(heads, width, relu):
         assert torch.equal(got[name].isfinite(), want[name].isfinite()), name
 
 
+@pytest.mark.parametrize("heads", [4, 8, 64])
+def test_heads_that_fill_up_a_product_add_nothing_to_an_infinite_key(heads):
+    case = draw(20, 50, 30, heads, 64, empty=0.0)
+    case["k"][3, 0], case["q"][:, :, 0] = torch.inf, -1.0
+    got = run(case, True)["scores"]  # relu(-inf) = 0 for every head
+    assert torch.equal(got[case["ids"] == 3], torch.zeros_like(got[case["ids"] == 3]))
+
+
 def test_relu_passes_no_gradient_at_zero():
     for heads, width, relu in VARIANTS:
         case = draw(4, 10, 8, heads, width, empty=0.0)

@@ -113,7 +113,8 @@ def test_nothing_to_add():
     assert torch.equal(into, before)
 
 
-def test_more_than_2_31_elements():
+def test_more_than_2_31_elements(gpu_memory):
+    gpu_memory(30)
     N, D = (1 << 31) // 576 + 1000, 576
     contributions = torch.empty(N, D, device="cuda")
     contributions[:] = (torch.arange(N, device="cuda") % 5)[:, None]
