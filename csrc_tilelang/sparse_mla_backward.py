@@ -8,7 +8,8 @@ Maths      p = exp(q.k - lse), weights of out w p with w = sigmoid(lse - sink), 
            dS = scale * p * (w (grad_out.v - delta) + grad_lse), rounded to bfloat16 as the weights are;
            grad_q = dS K, keys' gradient = dS^T Q + (w p)^T grad_out, grad_sink = -sum over rows (1 - w) delta.
 Memory     shared, at D = 576: q 72 KiB, grad_out 64, keys 72, weights and dS 8 each, of 227. grad_q stays in registers
-           over the whole row (128 and 160 a thread). Workspace: the keys' gradient in float32, [S, D].
+           over the whole row (128 and 160 a thread of 232; 40 for a thread that gathers). Workspace: the keys' gradient
+           in float32, [S, D].
 Limits     (D, Dv) among WIDTHS, bfloat16. Any H, any K.
 Empty      slots (id outside [0, S), or at or past topk_length) are zero-filled without being read, have weight 0, and
            nothing is added for them; tiles behind a row's last key are not visited, so nothing of an empty row counts.
@@ -122,7 +123,8 @@ __device__ __forceinline__ void to_rows(float* a, float* row_0, float* row_1, bo
         const float *x = a + g * 8 + h * 2;
         if (ADD) asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
                               :: "l"(row + g * 16), "f"(x[0]), "f"(x[1]), "f"(x[4]), "f"(x[5]) : "memory");
-        else *reinterpret_cast<float4*>(row + g * 16) = make_float4(x[0], x[1], x[4], x[5]);
+        else asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
+                          :: "l"(row + g * 16), "f"(x[0]), "f"(x[1]), "f"(x[4]), "f"(x[5]) : "memory");
       }
     }
   }
@@ -234,7 +236,8 @@ def backward(D, Dv, need_q, need_kv, per_pair):
                             )
                     T.cp_async_barrier_noinc(full_right)
             else:
-                T.inc_max_nreg(232)
+                if need_kv:
+                    T.inc_max_nreg(232)
                 dot = T.alloc_local((1,), f32)
                 for r in T.unroll(2):
                     h = h0 + r * 32 + tx // 8
@@ -278,6 +281,8 @@ def backward(D, Dv, need_q, need_kv, per_pair):
                 T.sync_threads(8, 256)
 
                 if tx < 128:
+                    if not need_kv:  # here, where ptxas then spills nothing
+                        T.inc_max_nreg(232)
                     # logits, weights and their gradients; grad_q's first columns
                     lse2 = T.alloc_local((2,), f32)
                     share = T.alloc_local((2,), f32)
@@ -349,6 +354,8 @@ def backward(D, Dv, need_q, need_kv, per_pair):
                                 grad_q[t, h0 + i, d] = dq_left[i, d]
                 else:
                     # the rest of grad_q; the keys' gradient in chunks of 64 columns
+                    if not need_kv:
+                        T.inc_max_nreg(232)
                     key = tx % 128 // 32 * 16 + tx % 32 // 4
                     if need_q:
                         T.clear(dq_middle)
@@ -363,7 +370,7 @@ def backward(D, Dv, need_q, need_kv, per_pair):
                         ok_0 = id_0 >= 0
                         ok_1 = id_1 >= 0
                         row_0: T.int32 = b * K + slot if per_pair else T.max(id_0, 0)
-                        row_1: T.int32 = b * K + slot + 8 if per_pair else T.max(id_1, 0)
+                        row_1: T.int32 = row_0 + 8 if per_pair else T.max(id_1, 0)
                         T.barrier_wait(weights_full, j & 1)
                         T.fence_proxy_async()
                         if need_q:
