@@ -1,9 +1,13 @@
 """What every kernel asks of its arguments, and how a launch brings them into the form a kernel reads."""
 
+import math
+import os
+
 import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # bytes: the width of the copies
+MIB = 1 << 20
 
 
 def not_bfloat16(**tensors: Tensor) -> str | None:
@@ -26,3 +30,17 @@ def dense(x: Tensor) -> Tensor:
     if x.is_contiguous() and x.data_ptr() % ALIGNMENT == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def workspace_bytes() -> int:
+    """Extra memory that one call may use: DSA_OPS_WORKSPACE_MB (MiB), 1 GiB by default."""
+    text = os.environ.get("DSA_OPS_WORKSPACE_MB")
+    if not text:
+        return 1024 * MIB
+    try:
+        megabytes = float(text)
+    except ValueError:
+        megabytes = math.nan
+    if not 0 < megabytes < math.inf:
+        raise ValueError(f"DSA_OPS_WORKSPACE_MB must be a positive number of MiB, got {text!r}")
+    return int(megabytes * MIB)

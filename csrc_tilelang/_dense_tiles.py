@@ -20,13 +20,12 @@ Compiles   per (D, Di, latent or expanded keys). Numbers of heads, T, S, scale, 
 """
 
 import math
-import os
 
 import tilelang.language as T
 import torch
 from torch import Tensor
 
-from csrc_tilelang._arguments import dense, not_among, not_bfloat16
+from csrc_tilelang._arguments import dense, not_among, not_bfloat16, workspace_bytes
 from csrc_tilelang._compile import HAND_MADE, kernel
 
 BLOCK = 128  # rows and keys of a tile
@@ -37,8 +36,7 @@ INDEX_HEADS = (4, 8, 16, 32, 64)
 INDEX_WIDTHS = (64, 128)
 WIDTHS = (576, 512, 192, 160, 128)
 MOST_ROWS = 32767 * BLOCK  # of a chunk: a grid is at most 65535 high
-MOST_MIB = 4096  # of a workspace: sizes are int32 in a kernel
-MIB = 1 << 20
+MOST_BYTES = 4 << 30  # of a workspace: sizes are int32 in a kernel
 PASSES = {**HAND_MADE, "tl.disable_thread_storage_sync": True}  # every hand-over has its barrier
 
 # A consumer thread holds 64 values of a 128 x 128 product: number 4 n + 2 b + c is row 16 warp + lane / 4 + 8 b, column
@@ -458,21 +456,8 @@ def refuse_widths(index_heads: int, index_dim: int, head_dim: int) -> str | None
 
 def chunks(rows: int, bytes_per_row: int) -> list[tuple[int, int]]:
     """First row and number of rows of the chunks, whole row tiles, that keep a workspace within the budget."""
-    step = min(max(BLOCK, _workspace_bytes() // bytes_per_row // BLOCK * BLOCK), MOST_ROWS)
+    step = min(max(BLOCK, min(workspace_bytes(), MOST_BYTES) // bytes_per_row // BLOCK * BLOCK), MOST_ROWS)
     return [(start, min(step, rows - start)) for start in range(0, rows, step)]
-
-
-def _workspace_bytes() -> int:
-    text = os.environ.get("DSA_OPS_WORKSPACE_MB")
-    if not text:
-        return 1024 * MIB
-    try:
-        megabytes = float(text)
-    except ValueError:
-        megabytes = math.nan
-    if not 0 < megabytes < math.inf:
-        raise ValueError(f"DSA_OPS_WORKSPACE_MB must be a positive number of MiB, got {text!r}")
-    return int(min(megabytes, MOST_MIB) * MIB)
 
 
 class Inputs:

@@ -315,7 +315,7 @@ def _in_order(compiled: Any, inputs: tuple[Tensor, ...], grad_q: Tensor, grad_k:
 
     grad, q, k, weights, ids = inputs
     (rows, slots), width = ids.shape, k.shape[1]
-    at_once = min(rows, max(1, WORKSPACE_BYTES // (slots * width * 4)))
+    at_once = min(rows, max(1, min(WORKSPACE_BYTES, _arguments.workspace_bytes()) // (slots * width * 4)))
     contributions = torch.empty(at_once, slots, width, dtype=torch.float32, device=q.device)
     for first in range(0, rows, at_once):
         part = slice(first, min(rows, first + at_once))

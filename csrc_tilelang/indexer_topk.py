@@ -10,17 +10,15 @@ Compiles   the scores per (Hi, Di), the selection once.
 """
 
 import math
-import os
 
 import torch
 from torch import Tensor
 
-from csrc_tilelang._arguments import dense, not_among, not_bfloat16
+from csrc_tilelang._arguments import dense, not_among, not_bfloat16, workspace_bytes
 from csrc_tilelang.indexer_logits import COLUMNS, KEYS, indexer_logits
 from csrc_tilelang.select_topk import select_topk
 
 HEADS, WIDTHS = (4, 8, 16, 32, 64), (64, 128)
-MIB = 1 << 20
 BUSY = 264  # blocks, two for each multiprocessor: with fewer, several share the keys of a block of rows
 LEAST_KEYS = 1024  # of one of these
 
@@ -40,7 +38,7 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     rows, heads, width = q.shape
     keys = k.shape[0]
-    workspace = _workspace_bytes()
+    workspace = workspace_bytes()
     indices = starts.new_empty(rows, topk)
     scores = q.new_empty(rows, topk, dtype=torch.float32)
     if rows == 0 or keys == 0:
@@ -63,20 +61,6 @@ def launch(
         compute(q, k, weights, starts, ends, logits, first, blocks, parts, floor)
         select(logits, starts, ends, indices, scores, first, some, keys)
     return indices, scores
-
-
-def _workspace_bytes() -> int:
-    """DSA_OPS_WORKSPACE_MB, the extra memory of one call."""
-    text = os.environ.get("DSA_OPS_WORKSPACE_MB")
-    if not text:
-        return 1024 * MIB
-    try:
-        megabytes = float(text)
-    except ValueError:
-        megabytes = math.nan
-    if not 0 < megabytes < math.inf:
-        raise ValueError(f"DSA_OPS_WORKSPACE_MB must be a positive number of MiB, got {text!r}")
-    return int(megabytes * MIB)
 
 
 def compile_for(*, heads, index_heads, head_dim, v_dim, index_dim, dtype, device) -> str | None:

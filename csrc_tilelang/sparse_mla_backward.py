@@ -15,8 +15,8 @@ Empty      slots (id outside [0, S), or at or past topk_length) are zero-filled 
            nothing is added for them; tiles behind a row's last key are not visited, so nothing of an empty row counts.
 Order      grad_q: tiles in the order of slots. The keys' gradient is added with float32 reductions in any order; under
            deterministic algorithms the same kernel writes the contribution of every (row, 64 heads, slot) of a chunk of
-           rows, at most 1 GiB, and `segment_sum.add_by_key` adds them in that order. grad_sink: one term a row and
-           head, summed by torch.
+           rows, within DSA_OPS_WORKSPACE_MB and 1 GiB, and `segment_sum.add_by_key` adds them in that order. grad_sink:
+           one term a row and head, summed by torch.
 Compiles   per (D, Dv), per gradient needed, and for deterministic algorithms. H, T, S, K, scale are run-time.
 Bound      the reductions: 4 D bytes per pair and 64 heads.
 """
@@ -25,7 +25,7 @@ import tilelang.language as T
 import torch
 from torch import Tensor
 
-from csrc_tilelang._arguments import dense, not_among, not_bfloat16
+from csrc_tilelang._arguments import dense, not_among, not_bfloat16, workspace_bytes
 from csrc_tilelang._compile import HAND_MADE, kernel
 from csrc_tilelang.segment_sum import add_by_key
 
@@ -554,7 +554,7 @@ def _in_chunks(args: tuple, need_q: bool) -> None:
     q, kv, indices, length, out, grad_out, lse, grad_lse, sink, grad_q, key_grads, sink_terms, *scalars = args
     rows, heads, width = q.shape
     slots, tiles = indices.shape[1], -(-heads // HEADS)
-    step = max(1, WORKSPACE // (tiles * slots * width * 4))
+    step = max(1, min(WORKSPACE, workspace_bytes()) // (tiles * slots * width * 4))
     pairs = key_grads.new_empty(min(step, rows) * tiles * slots, width)
     has_length = scalars[1]
     run = backward(width, out.shape[2], need_q, True, True)

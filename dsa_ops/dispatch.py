@@ -295,7 +295,12 @@ def warmup(
         reasons = []
         for kernel in KERNELS[op]:
             module = _kernel_module(kernel)
-            reason = module if isinstance(module, str) else module.compile_for(**widths, dtype=dtype, device=device)
+            try:
+                reason = module if isinstance(module, str) else module.compile_for(**widths, dtype=dtype, device=device)
+            except RuntimeError as error:
+                if not _is_compile_error(error):
+                    raise
+                reason = str(error)
             if reason is None:
                 return "compiled"
             reasons.append(f"{kernel.name}: {reason}")

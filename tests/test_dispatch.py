@@ -256,6 +256,40 @@ def test_warmup_reports_every_op():
     assert set(report) == set(ALL) and all("cpu" in reason for reason in report.values())
 
 
+def test_warmup_names_what_refused_and_what_did_not_compile(kernels, monkeypatch):
+    class Compiles(FakeKernel):
+        def __init__(self, answer):
+            super().__init__()
+            self.answer = answer
+
+        def compile_for(self, **widths):
+            assert set(widths) == {"heads", "index_heads", "head_dim", "v_dim", "index_dim", "dtype", "device"}
+            if isinstance(self.answer, Exception):
+                raise self.answer
+            return self.answer
+
+    monkeypatch.setattr(dispatch, "KERNELS", {"sparse_mla": ()})  # the others' kernels would really compile
+
+    def report(**modules):
+        kernels(**modules)
+        return dsa_ops.warmup(heads=16, index_heads=8, device="cpu")["sparse_mla"]
+
+    broken = Compiles(CompileError("wide did not compile: there is no nvcc"))
+    assert report(wide=Compiles("head_dim is 5"), narrow=Compiles(None)) == "compiled"
+    assert report(wide=broken, narrow=Compiles("head_dim is 5")) == (
+        "wide: wide did not compile: there is no nvcc; narrow: head_dim is 5"
+    )
+
+
+@pytest.mark.gpu
+def test_warmup_compiles_every_op():
+    report = dsa_ops.warmup(heads=16, index_heads=8)
+    if dispatch._backend_refusal("sparse_mla", torch.device("cuda", 0)) is None:
+        assert report == dict.fromkeys(ALL, "compiled")
+    refused = dsa_ops.warmup(heads=16, index_heads=7, head_dim=100, v_dim=50, dtype=torch.float16)
+    assert set(refused) == set(ALL) and "compiled" not in refused["sparse_mla"] + refused["indexer_topk"]
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
