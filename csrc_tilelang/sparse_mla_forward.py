@@ -384,6 +384,9 @@ def sparse_mla_forward(width, v_width):
             items = T.alloc_var("int32")
             items = T.truncdiv(R * T.truncdiv(H + HEADS - 1, HEADS) - block + blocks - 1, blocks)
 
+            given = [items, block, blocks, has_length, length, keys, weights, valid, alpha, factor]
+            given += [weighed, scored, free, done, out, thread, row, first, used, tiles, tile, turn]
+
             if thread < GROUP:
                 T.inc_max_nreg(160)
                 q_held = [T.alloc_fragment((HEADS, panel), bf16) for _ in range(held)]
@@ -471,57 +474,9 @@ def sparse_mla_forward(width, v_width):
                         _arrive(weighed[tile])
                         advance(tile, turn, TILES)
             elif thread < 2 * GROUP:
-                outputs(
-                    0,
-                    items,
-                    block,
-                    blocks,
-                    has_length,
-                    length,
-                    keys,
-                    weights,
-                    valid,
-                    alpha,
-                    factor,
-                    weighed,
-                    scored,
-                    free,
-                    done,
-                    out,
-                    thread,
-                    row,
-                    first,
-                    used,
-                    tiles,
-                    tile,
-                    turn,
-                )
+                outputs(0, *given)
             elif thread < 3 * GROUP:
-                outputs(
-                    1,
-                    items,
-                    block,
-                    blocks,
-                    has_length,
-                    length,
-                    keys,
-                    weights,
-                    valid,
-                    alpha,
-                    factor,
-                    weighed,
-                    scored,
-                    free,
-                    done,
-                    out,
-                    thread,
-                    row,
-                    first,
-                    used,
-                    tiles,
-                    tile,
-                    turn,
-                )
+                outputs(1, *given)
             else:
                 T.dec_max_nreg(32)
                 p: T.int32 = thread - 384
