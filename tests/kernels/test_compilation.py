@@ -71,7 +71,7 @@ def test_compiles_once_whatever_the_process(tmp_path, toolkit):
     home, uses = toolkit
     code = """
 first = double(64)
-assert double(64) is first and double(32) is not first
+assert double(64) is first
 pids = []
 for _ in range(8):  # as the ranks of a machine: all at once, none of them has compiled this one
     pid = os.fork()
@@ -86,7 +86,7 @@ for _ in range(8):  # as the ranks of a machine: all at once, none of them has c
 assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 8
 """
     run(code, tmp_path, home)
-    assert len(uses.read_text().split()) == 3
+    assert len(uses.read_text().split()) == 2
 
     for library in (tmp_path / "cache").rglob("executable.so"):  # broken off while it was written
         library.write_bytes(library.read_bytes()[:100])
@@ -124,7 +124,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     assert double(64) is not first
     assert not caught
-    double(32), double(16)
+    double(32)
 print(len(caught), str(caught[0].message))
 """
     said = run(code, tmp_path, home)
