@@ -107,7 +107,8 @@ SHAPES = {"q": (H, D), "kv": (D,), "index_q": (HI, DI), "index_k": (DI,), "weigh
 
 def leaves(device):
     rows, keys = torch.randn(T, 5, device=device), torch.randn(S, 5, device=device)
-    weights = {n: torch.randn(5, torch.Size(shape).numel(), device=device) for n, shape in SHAPES.items()}
+    # small, so that logits are: the dense target divides by the lse of the selected keys and could be huge
+    weights = {n: 0.3 * torch.randn(5, torch.Size(shape).numel(), device=device) for n, shape in SHAPES.items()}
     ids = torch.arange(T, dtype=torch.int32, device=device)
     return [x.requires_grad_() for x in (rows, keys, *weights.values())], (ids // 5, ids + 3)
 
@@ -145,7 +146,8 @@ def test_strides_chosen_by_inductor(rotation, device):
         torch.compiler.cudagraph_mark_step_begin()
         got = losses_and_gradients(compiled, inner, bounds)
         want = losses_and_gradients(model(rotation), inner, bounds)
-        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        for mine, eager in zip(got, want, strict=True):
+            calls.assert_near(mine, eager, 1e-5)
     assert device == "cpu" or counters["inductor"]["cudagraph_skips"] == 0
 
 
