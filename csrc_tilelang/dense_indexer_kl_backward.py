@@ -429,7 +429,7 @@ def launch(
     rows, index_heads, index_width = index_q.shape
     key_tiles = inputs.key_tiles
     _, _, normaliser = inputs.reduced(attention=False)
-    coefficient = torch.where(inputs.row_weight == 0, 0, inputs.row_weight * grad_loss.float())
+    coefficient = (inputs.row_weight * grad_loss.float()).masked_fill_(inputs.row_weight == 0, 0)
     floor = max(inputs.floor, -LARGEST)
     clean_k, clean_weights = inputs.index_k.nan_to_num(0, 0, 0), inputs.weights.nan_to_num(0, 0, 0)
     grad_q = torch.empty_like(inputs.index_q) if need_q or need_weights else None
@@ -454,9 +454,11 @@ def launch(
             weights[:, :size] = clean_weights[part].t()
             grad_keys(index_width)(clean_q, clean_k, weights, span, scores, sums, floor)
         del clean_q  # before the next chunk makes its own
+    if sums is not None:
+        sums = sums[0] if len(sums) == 1 else sums.sum(0)
     return (
         grad_q if need_q else index_q.new_empty(0),
-        sums.sum(0).view(-1, index_width)[: inputs.keys].to(index_k.dtype) if need_k else index_k.new_empty(0),
+        sums.view(-1, index_width)[: inputs.keys].to(index_k.dtype) if need_k else index_k.new_empty(0),
         grad_weights.to(index_weights.dtype) if need_weights else index_weights.new_empty(0),
     )
 

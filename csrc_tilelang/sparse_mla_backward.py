@@ -511,7 +511,7 @@ def launch(
     # a sink alone takes the variant for queries, whose result is dropped
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format) if need_q or not need_kv else q.new_empty(0)
     grad_kv = torch.empty_like(kv, memory_format=torch.contiguous_format) if need_kv else kv.new_empty(0)
-    grad_sink = q.new_empty(0) if sink is None or not need_sink else sink.new_zeros(sink.shape)
+    grad_sink = None
     if rows > 0 and kv.shape[0] > 0:
         key_grads = torch.zeros(kv.shape if need_kv else (1, width), dtype=torch.float32, device=q.device)
         sink_terms = torch.empty_like(lse, memory_format=torch.contiguous_format) if need_sink else None
@@ -543,9 +543,11 @@ def launch(
         if need_kv:
             in_order(width)(key_grads, grad_kv)
         if sink_terms is not None:
-            grad_sink = sink_terms.sum(0).to(grad_sink.dtype)
+            grad_sink = sink_terms.sum(0).to(sink.dtype)
     else:
         grad_q, grad_kv = grad_q.zero_(), grad_kv.zero_()
+    if grad_sink is None:
+        grad_sink = sink.new_zeros(sink.shape) if need_sink else q.new_empty(0)
     return grad_q if need_q else q.new_empty(0), grad_kv, grad_sink
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 BACKENDS = ("auto", "tilelang", "unfused")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equal to itself alone: it is looked up in every call
 class Kernel:
     """One row of the table: a kernel file in csrc_tilelang that can serve an op.
 
@@ -181,9 +181,16 @@ def _backend_refusal(op: str, device: torch.device) -> str | None:
 _broken: dict[Kernel, str] = {}  # kernels that did not compile here, and why; not tried again in this process
 
 
+def _device(args: tuple) -> torch.device:
+    for x in args:
+        if isinstance(x, Tensor):
+            return x.device
+    raise TypeError("no tensor among the arguments")  # every op has one
+
+
 def choose(op: str, args: tuple) -> tuple[Kernel | None, Callable | None, dict[str, str]]:
     """The kernel that serves the call and its launcher, None for unfused; and every refusal with its reason."""
-    device = next(a.device for a in args if isinstance(a, Tensor))
+    device = _device(args)
     if reason := _backend_refusal(op, device):
         return None, None, {"tilelang": reason}
     refusals: dict[str, str] = {}
@@ -218,7 +225,7 @@ def run(op: str, unfused: Callable, args: tuple, on_cuda: bool) -> Any:
 
 
 def _launch(launch: Callable, args: tuple) -> Any:
-    device = next(a.device for a in args if isinstance(a, Tensor))
+    device = _device(args)
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return launch(*args)
     with torch.cuda.device(device):  # for its current stream, and for what the launch allocates
