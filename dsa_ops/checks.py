@@ -46,11 +46,12 @@ def _expect(
     if x.dtype not in dtypes:
         raise TypeError(f"{op}: {name} must be {' or '.join(map(str, dtypes))}, got {_got(x)}")
     shape = x.shape
-    if len(shape) != len(sizes):
-        raise _wrong_shape(op, name, x, labels, sizes)
-    for got, want in zip(shape, sizes):  # noqa: B905  (equal lengths; strict costs time on a hot path)
-        if want is not None and got != want:
+    if shape != sizes:  # one comparison is quicker than one for each size; it cannot hold where a size is free
+        if len(shape) != len(sizes):
             raise _wrong_shape(op, name, x, labels, sizes)
+        for got, want in zip(shape, sizes):  # noqa: B905  (equal lengths; strict costs time on a hot path)
+            if want is not None and got != want:
+                raise _wrong_shape(op, name, x, labels, sizes)
     if like is not None and x.device != like[1]:
         raise ValueError(f"{op}: {name} must be on {like[1]} like {like[0]}, got {x.device}")
     return shape
