@@ -120,6 +120,8 @@ for cache in (kernel_cache.KernelCache, *kernel_cache.KernelCache.__subclasses__
     if cache._instance is not None:  # as in a new process
         cache._instance._memory_cache.clear()
 double._compiled.clear()
+assert first is not double._alive[0]  # launched without TileLang's own look at every argument
+assert _compile._function(double) is double  # a TileLang that keeps the function elsewhere
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     assert double(64) is not first

@@ -314,7 +314,8 @@ def test_a_run_leaves_a_table_a_file_and_a_picture(bench, tmp_path, capsys):
     left = json.loads(json_file.read_text())
     assert left["complete"] and left["dtype"] == "float32" and left["seconds"] > 0
     about = left["machine"]
-    assert about["versions"]["torch"] == torch.__version__ and about["versions"]["dsa_ops"] == dsa_ops.__version__
+    assert torch.__version__.startswith(about["versions"]["torch"])  # of some wheels without the "+cu128"
+    assert about["versions"]["dsa_ops"] == dsa_ops.__version__
     assert about["device"] == "cpu" and about["driver"] is None and len(about["date"]) == 10
     assert set(left["ceilings"]) == {"gemm", "copy", "gather", "reduction"}
     ours = [record for record in left["records"] if record["ours"]]
